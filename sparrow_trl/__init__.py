@@ -15,7 +15,14 @@ _EXPORTS = {
     "SparsitySchedule": "sparsity",
 }
 
-__all__ = [*_EXPORTS, "__version__"]  # noqa: PLE0604
+__all__ = [
+    "RolloutEngine",
+    "RolloutOutput",
+    "SparrowGRPOConfig",
+    "SparrowGRPOTrainer",
+    "SparsitySchedule",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from .config import SparrowGRPOConfig

@@ -59,7 +59,9 @@ class _Handler(BaseHTTPRequestHandler):
             repo_id = "/".join(filter(None, (request.get("organization"), request["name"])))
             self.hub.files.setdefault(repo_id, {})
             return self.reply_json(url=f"{self.hub.url}/{repo_id}", id=repo_id, name=repo_id)
-        repo_id, action = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main(?:\?.*)?", self.path).groups()
+        repo_id, action = re.fullmatch(
+            r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main(?:\?.*)?", self.path
+        ).groups()
         if action == "preupload":
             paths = [file["path"] for file in json.loads(body)["files"]]
             return self.reply_json(files=[{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loopback_hub import LoopbackHub
 
+from loopback_hub import LoopbackHub
 from sparrow_trl import SparsitySchedule
 from sparrow_trl.sparsity import DENSE_BUDGET, SCHEDULE_FILE
 
@@ -45,7 +45,9 @@ schedules = st.builds(
     recent_pages=st.integers(1, 4),
     dense_layers=st.lists(st.integers(0, 40), max_size=4).map(tuple),
     target=st.none() | st.floats(0.01, 1.0),
-    provenance=st.dictionaries(st.text(), st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)),
+    provenance=st.dictionaries(
+        st.text(), st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
+    ),
 )
 
 

@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .presets import find_preset, load_presets, preset_name
+
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +30,6 @@ SCHEDULE_FILE = "sparrow_schedule.json"
 DEFAULT_TARGET = 0.86
 """The tail at or above which the paper saw stable training (arXiv 2606.08446)."""
 
-_PRESETS_PATH = Path(__file__).with_name("presets.json")
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -84,7 +85,9 @@ class SparsitySchedule:
         normalise("sink_pages", _int("sink_pages", self.sink_pages, low=0))
         normalise("recent_pages", _int("recent_pages", self.recent_pages, low=1))
         if self.page_size & (self.page_size - 1):
-            raise ValueError(f"page_size={self.page_size} is not a power of two; use 16 (the published value) or 8, 32, 64.")
+            raise ValueError(
+                f"page_size={self.page_size} is not a power of two; use 16 (the published value) or 8, 32, 64."
+            )
         if self.target is not None:
             if isinstance(self.target, bool) or not isinstance(self.target, (int, float)):
                 raise TypeError(f"target={self.target!r} is not a number; give a tail between 0 and 1, or None.")
@@ -149,36 +152,12 @@ class SparsitySchedule:
         Raises:
             `ValueError`: there is no such preset, or not for this target.
         """
-        presets = _presets()
-        preset = _model_key(name)
-        if preset not in presets["schedules"]:
-            known = ", ".join(presets["schedules"])
-            raise ValueError(f"Unknown schedule preset {name!r}; the published ones are {known}.")
-        for published, budgets in presets["schedules"][preset].items():
-            if abs(float(published) - target) < 1e-9:
-                return cls(
-                    budgets=budgets,
-                    bin_tokens=presets["bin_tokens"],
-                    page_size=presets["page_size"],
-                    sink_pages=presets["sink_pages"],
-                    recent_pages=presets["recent_pages"],
-                    dense_layers=presets["dense_layers"],
-                    target=float(published),
-                    provenance={
-                        "kind": "published",
-                        "preset": preset,
-                        "source": presets["source"],
-                        "url": presets["url"],
-                        "statistic": presets["statistic"],
-                    },
-                )
-        available = ", ".join(presets["schedules"][preset])
-        raise ValueError(f"Preset {preset!r} has no schedule for target={target}; it has {available}.")
+        return cls(**find_preset(name, target))
 
     @staticmethod
     def presets() -> dict[str, tuple[float, ...]]:
         """The published presets: name -> the targets there is a schedule for."""
-        return {name: tuple(map(float, by_target)) for name, by_target in _presets()["schedules"].items()}
+        return {name: tuple(map(float, by_target)) for name, by_target in load_presets()["schedules"].items()}
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as a dict of plain Python values; [`from_dict`] is its inverse."""
@@ -208,7 +187,9 @@ class SparsitySchedule:
         except json.JSONDecodeError as error:
             raise ValueError(f"The schedule is not valid JSON: {error}.") from error
         if not isinstance(values, dict):
-            raise ValueError(f"The schedule is a JSON {type(values).__name__}, not an object with the field 'budgets'.")
+            raise ValueError(
+                f"The schedule is a JSON {type(values).__name__}, not an object with the field 'budgets'."
+            )
         return cls.from_dict(values)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> Path:
@@ -293,28 +274,9 @@ class SparsitySchedule:
         Raises:
             `ImportError`: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("SparsitySchedule.plot needs matplotlib: pip install 'sparrow-trl[plot]'.") from error
-        if ax is None:
-            ax = Figure(figsize=(6, 4), layout="constrained").subplots()
-        # One more bin than there are budgets shows that the last one goes on.
-        end = self.bin_tokens * (len(self.budgets) + 1)
-        edges = range(0, end + 1, self.bin_tokens)
-        always = self.sink_pages + self.recent_pages
-        if not self.is_dense:
-            kept = [(self.budget_at(edge) + always) * self.page_size for edge in edges[:-1]]
-            ax.stairs(kept, list(edges), baseline=None, label="kept by a sparse layer")
-        ax.plot([0, end], [0, end], linestyle="--", color="grey", label="dense")
-        ax.set_xlabel("position of the query (tokens)")
-        ax.set_ylabel("tokens attended to")
-        if not self.is_dense:
-            ax.set_ylim(0, 1.15 * max(kept))
-        ax.legend()
-        if path is not None:
-            ax.figure.savefig(path)
-        return ax
+        from .plot import plot_schedule
+
+        return plot_schedule(self, path, ax)
 
     @classmethod
     def resolve(
@@ -354,7 +316,7 @@ class SparsitySchedule:
         if value.startswith("fixed:"):
             return cls._fixed_from_text(value)
         name, at, preset_target = value.partition("@")
-        if _model_key(name) == name and name in _presets()["schedules"]:
+        if name in load_presets()["schedules"]:
             try:
                 return cls.from_preset(name, float(preset_target) if at else target)
             except ValueError as error:
@@ -365,8 +327,8 @@ class SparsitySchedule:
 
     @classmethod
     def _auto(cls, model_name_or_path: str | os.PathLike[str] | None, target: float) -> SparsitySchedule:
-        known = _presets()["schedules"]
-        if model_name_or_path is not None and _model_key(model_name_or_path) in known:
+        known = load_presets()["schedules"]
+        if model_name_or_path is not None and preset_name(model_name_or_path) in known:
             return cls.from_preset(os.fspath(model_name_or_path), target)
         warnings.warn(
             f"sparse_schedule='auto': there is no published schedule for the model {str(model_name_or_path)!r} "
@@ -422,11 +384,6 @@ def _json_copy(provenance: Any) -> dict[str, Any]:
         raise ValueError(f"provenance cannot be stored as JSON: {error}.") from error
 
 
-@lru_cache(maxsize=1)
-def _presets() -> dict[str, Any]:
-    return json.loads(_PRESETS_PATH.read_text(encoding="utf-8"))
-
-
 @lru_cache(maxsize=64)
 def _budget_table(budgets: tuple[int, ...], device: torch.device) -> torch.Tensor:
     # Kept per device: the decode loop must not copy it from the host again at each step.
@@ -434,10 +391,6 @@ def _budget_table(budgets: tuple[int, ...], device: torch.device) -> torch.Tenso
 
     with torch.inference_mode(False):
         return torch.tensor(budgets, dtype=torch.int64, device=device)
-
-
-def _model_key(name: str | os.PathLike[str]) -> str:
-    return os.fspath(name).rstrip("/\\").replace("\\", "/").rpartition("/")[2].lower()
 
 
 def _is_path(text: str) -> bool:
