@@ -1,0 +1,367 @@
+"""The rollout engine: token ids in, completions out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as SequenceOf
+
+import psutil
+import torch
+from tqdm.auto import tqdm
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from ..attention import TeacherForced
+from ..sparsity import SparsitySchedule
+from .cache import PageAllocator, PagedKVCache
+from .isolation import rollout_mode
+from .output import RolloutOutput, RolloutStats
+from .runner import ModelRunner
+from .sampler import Sampler
+from .scheduler import Scheduler
+from .sequence import Prompt, Sequence, random_stream
+from .step import Piece
+from .support import check_model_config, probe
+
+
+logger = logging.get_logger(__name__)
+
+PROGRESS_BAR_DELAY = 10.0  # seconds after which a rollout counts as long
+
+
+class RolloutEngine:
+    """
+    Samples completions with sparse paged attention, in process, from the model as it is at that moment.
+
+    Args:
+        model (`torch.nn.Module`):
+            Causal language model, possibly a `PeftModel`, not wrapped for distributed training.
+        schedule (`SparsitySchedule`):
+            How many pages a query keeps. May be replaced between rollouts (`engine.schedule = ...`).
+        stop_token_ids (`Iterable[int]`, *optional*):
+            Tokens that end a completion (the tokenizer's), beside those of the model's config, of its generation config
+            and of the generation config of a call.
+        memory_fraction (`float`, *optional*, defaults to `0.5`):
+            Share of the memory that is free when a rollout starts, which its KV cache may take.
+        max_num_seqs (`int`, *optional*, defaults to `256`):
+            Sequences that are decoded at the same time, at most.
+        prefill_chunk_size (`int`, *optional*, defaults to `1024`):
+            Prompt tokens in one forward, at most.
+        max_pages (`int`, *optional*):
+            Pages of the KV cache, at most, whatever the memory.
+        progress_bar (`bool`, *optional*):
+            Whether to show one; by default on rollouts that take longer than ten seconds.
+        check_support (`bool`, *optional*, defaults to `True`):
+            Whether to compare a short paged decode with the model's own forward now, and refuse the model where they
+            differ.
+
+    Raises:
+        UnsupportedModelError: for models that paged attention would run wrongly.
+        ValueError: for arguments out of range.
+
+    Example:
+
+    ```python
+    >>> engine = RolloutEngine(model, SparsitySchedule.fixed(64), stop_token_ids=[tokenizer.eos_token_id])
+    >>> config = GenerationConfig(max_new_tokens=512, do_sample=True, temperature=1.0)
+    >>> output = engine.generate(tokenizer(prompts)["input_ids"], config, seed=0)
+    >>> output.completion_ids[0], output.logprobs[0], output.stats.kv_share
+    ```
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        schedule: SparsitySchedule,
+        *,
+        stop_token_ids: Iterable[int] = (),
+        memory_fraction: float = 0.5,
+        max_num_seqs: int = 256,
+        prefill_chunk_size: int = 1024,
+        max_pages: int | None = None,
+        progress_bar: bool | None = None,
+        check_support: bool = True,
+    ):
+        if not 0.0 < memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction={memory_fraction} must be above 0 and at most 1.")
+        for name, value in (("max_num_seqs", max_num_seqs), ("prefill_chunk_size", prefill_chunk_size)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        self.model, self.schedule = model, schedule
+        self.stop_token_ids = _stop_ids(model, stop_token_ids)
+        self.memory_fraction, self.max_num_seqs = memory_fraction, max_num_seqs
+        self.prefill_chunk_size, self.max_pages = prefill_chunk_size, max_pages
+        self.progress_bar = progress_bar
+        check_model_config(model)
+        self._bytes_per_token = probe(model, compare=check_support)
+        self._warned_length = False
+
+    def generate(
+        self,
+        prompts: SequenceOf[SequenceOf[int]],
+        generation_config: GenerationConfig | None = None,
+        *,
+        seed: int = 0,
+        top_logprobs: int = 0,
+        top_logprobs_for: Collection[int] | None = None,
+    ) -> RolloutOutput:
+        """
+        Sample a completion for each prompt. A prompt that occurs several times is computed once and its pages are
+        shared. What a prompt's completion is depends on `seed` and its place in the list alone, not on the batch.
+
+        Args:
+            prompts (`list[list[int]]`):
+                Token ids, without padding; lengths may differ.
+            generation_config (`GenerationConfig`, *optional*):
+                Sampling options, as in `generate`; `max_new_tokens` defaults to 512. An option that is `None` is off.
+                Without a config: sampling at temperature 1 from the full distribution.
+            seed (`int`, *optional*, defaults to `0`):
+                Seed of the random streams.
+            top_logprobs (`int`, *optional*, defaults to `0`):
+                How many of the most likely tokens to report at each position.
+            top_logprobs_for (`Collection[int]`, *optional*):
+                Prompts (by place in the list) to report them for; by default all.
+
+        Returns:
+            `RolloutOutput`.
+
+        Raises:
+            ValueError: for an empty or too long prompt, token ids outside the vocabulary, or options the engine does
+                not know; before anything is computed.
+        """
+        started = time.perf_counter()
+        config = generation_config or GenerationConfig(do_sample=True)
+        max_new_tokens = config.max_new_tokens if config.max_new_tokens is not None else 512
+        stop_ids = sorted({*self.stop_token_ids, *_as_list(config.eos_token_id)})
+        sampler = Sampler(config, stop_ids)
+        keep_top = set(range(len(prompts)) if top_logprobs_for is None else top_logprobs_for) if top_logprobs else set()
+        sequences = self._make_sequences(prompts, max_new_tokens, seed, keep_top)
+        stats = RolloutStats(prompt_tokens=sum(len(prompt) for prompt in prompts))
+        if not sequences:
+            return RolloutOutput([], [], [], stats)
+
+        num_pages = self._num_pages(sequences)
+        self._check_fits(sequences, num_pages)
+        dtype = None
+        device = next(self.model.parameters()).device
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        cache = PagedKVCache(num_pages, self.schedule.page_size, dtype)
+        allocator = PageAllocator(num_pages)
+        scheduler = Scheduler(cache, allocator, sequences, self.max_num_seqs)
+        runner = ModelRunner(self.model, self.schedule, cache)
+        by_index = sorted(sequences, key=lambda sequence: sequence.index)
+        bar = tqdm(
+            total=len(sequences),
+            desc="rollout",
+            unit="seq",
+            disable=self.progress_bar is False,
+            delay=0 if self.progress_bar else PROGRESS_BAR_DELAY,
+            leave=False,
+        )
+        with rollout_mode(self.model), bar:
+            while not scheduler.is_done:
+                admitted = scheduler.admit()
+                if admitted:
+                    clock = time.perf_counter()
+                    self._prefill(runner, scheduler, admitted, stats)
+                    stats.seconds_prefill += time.perf_counter() - clock
+                    fresh = [sequence for sequence in admitted if not sequence.completion_ids]
+                    if fresh:
+                        logits = torch.stack([sequence.prompt.first_logits for sequence in fresh])
+                        self._sample(sampler, logits, fresh, scheduler, stats, top_logprobs, bar)
+                    continue
+                clock = time.perf_counter()
+                logits, decoded = self._decode(runner, scheduler, stats)
+                stats.seconds_decode += time.perf_counter() - clock
+                if decoded:
+                    self._sample(sampler, logits, decoded, scheduler, stats, top_logprobs, bar)
+        stats.preemptions = scheduler.preemptions
+        stats.pages_peak, stats.pages_total = allocator.peak, num_pages
+        stats.kv_bytes_read, stats.kv_bytes_dense = runner.kv_bytes_read, runner.kv_bytes_dense
+        stats.seconds = time.perf_counter() - started
+        return RolloutOutput(
+            completion_ids=[sequence.completion_ids for sequence in by_index],
+            logprobs=[sequence.logprobs for sequence in by_index],
+            finish_reasons=[sequence.finish_reason for sequence in by_index],
+            stats=stats,
+            top_ids=[sequence.top_ids for sequence in by_index] if top_logprobs else None,
+            top_logprobs=[sequence.top_logprobs for sequence in by_index] if top_logprobs else None,
+        )
+
+    def logprobs(
+        self, sequences: SequenceOf[SequenceOf[int]], prompt_lengths: SequenceOf[int], temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """
+        Log-probabilities that decoding would have given to completions that are already there, each sequence in one
+        forward (teacher-forced, sparse by the schedule).
+
+        Args:
+            sequences (`list[list[int]]`): token ids, prompt and completion.
+            prompt_lengths (`list[int]`): how many of them are the prompt.
+            temperature (`float`, *optional*, defaults to `1.0`): sampling temperature.
+
+        Returns:
+            `list[torch.Tensor]`: float32, one number per completion token.
+        """
+        device = next(self.model.parameters()).device
+        results = []
+        with rollout_mode(self.model):
+            for token_ids, prompt_length in zip(sequences, prompt_lengths, strict=True):
+                state = TeacherForced(self.schedule, [len(token_ids)], [prompt_length])
+                ids = torch.tensor([list(token_ids)], device=device)
+                logits = self.model(
+                    input_ids=ids,
+                    position_ids=torch.arange(ids.shape[1], device=device)[None],
+                    use_cache=False,
+                    sparrow=state,
+                ).logits[0, prompt_length - 1 : -1]
+                scaled = logits.float() / temperature
+                tokens = ids[0, prompt_length:, None]
+                results.append(scaled.gather(-1, tokens)[:, 0] - scaled.logsumexp(-1))
+        return results
+
+    def _make_sequences(
+        self, prompts: SequenceOf[SequenceOf[int]], max_new_tokens: int, seed: int, keep_top: set[int]
+    ) -> list[Sequence]:
+        """Check the prompts, and group equal ones together."""
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1 (see `max_completion_length`).")
+        vocab_size = self.model.get_input_embeddings().num_embeddings
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        for index, token_ids in enumerate(prompts):
+            if len(token_ids) == 0:
+                raise ValueError(f"The prompt at index {index} is empty; a prompt needs at least one token.")
+            low, high = min(token_ids), max(token_ids)
+            if low < 0 or high >= vocab_size:
+                raise ValueError(
+                    f"The prompt at index {index} holds token id {low if low < 0 else high}, outside the model's "
+                    f"vocabulary of {vocab_size}; tokenizer and model do not belong together."
+                )
+            length, allowed = len(token_ids), max_new_tokens
+            if limit is not None and length + 1 > limit:
+                raise ValueError(
+                    f"The prompt at index {index} has {length} tokens; with a completion it does not fit in the model's "
+                    f"{limit} positions (`max_position_embeddings`). Shorten or filter the prompts."
+                )
+            if limit is not None and length + max_new_tokens > limit:
+                allowed = limit - length
+                if not self._warned_length:
+                    self._warned_length = True
+                    logger.warning(
+                        f"A prompt of {length} tokens and max_new_tokens={max_new_tokens} (`max_completion_length`) "
+                        f"exceed the model's {limit} positions; completions end at {allowed} tokens there."
+                    )
+            group = groups.setdefault(tuple(token_ids), [])
+            prompt = group[0].prompt if group else Prompt(list(token_ids))
+            group.append(
+                Sequence(index, prompt, allowed, random_stream(seed, index, allowed), keep_top=index in keep_top)
+            )
+        return [sequence for group in groups.values() for sequence in group]
+
+    def _num_pages(self, sequences: list[Sequence]) -> int:
+        """Pages of the pool: what the sequences need at most, within the memory that the rollout may take."""
+        page_size = self.schedule.page_size
+        prompts = {id(sequence.prompt): sequence.prompt for sequence in sequences}.values()
+        wanted = sum(-(-len(prompt.token_ids) // page_size) for prompt in prompts)
+        for sequence in sequences:
+            length = len(sequence.prompt.token_ids)
+            wanted += -(-(length + sequence.max_new_tokens) // page_size) - length // page_size
+        device = next(self.model.parameters()).device
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        else:
+            free = psutil.virtual_memory().available
+        affordable = int(free * self.memory_fraction / (self._bytes_per_token * page_size))
+        return min(wanted, affordable, self.max_pages or wanted)
+
+    def _check_fits(self, sequences: list[Sequence], num_pages: int) -> None:
+        page_size = self.schedule.page_size
+        for sequence in sequences:
+            length = len(sequence.prompt.token_ids)
+            needed = -(-(length + sequence.max_new_tokens) // page_size) + bool(length % page_size)
+            if needed > num_pages:
+                raise ValueError(
+                    f"The sequence at index {sequence.index} cannot fit in the KV cache: {length} prompt tokens and up "
+                    f"to {sequence.max_new_tokens} new ones need {needed} pages of {page_size} tokens, the cache has "
+                    f"{num_pages}. Raise `rollout_memory_fraction` (now {self.memory_fraction}), or lower "
+                    "`max_completion_length` or the prompt's length."
+                )
+
+    def _prefill(self, runner: ModelRunner, scheduler: Scheduler, admitted: list[Sequence], stats: RolloutStats):
+        """Compute the prompts that are not in the cache, several to a forward or one over several, and fork them."""
+        pending = {id(s.prompt): s.prompt for s in admitted if not s.prompt.is_ready}
+        queue = list(pending.values())
+        while queue:
+            pieces, ends, room = [], [], self.prefill_chunk_size
+            for prompt in queue:
+                if room == 0:
+                    break
+                token_ids = prompt.token_ids[prompt.num_cached : prompt.num_cached + room]
+                pieces.append(Piece(prompt.table, prompt.num_cached, token_ids))
+                room -= len(token_ids)
+                prompt.num_cached += len(token_ids)
+                if prompt.is_ready:
+                    ends.append((prompt, self.prefill_chunk_size - room - 1))
+            logits = runner.run(pieces, [place for _, place in ends] or [0], decoding=False)
+            for (prompt, _), row in zip(ends, logits, strict=False):
+                prompt.first_logits = row
+            stats.prefill_tokens += self.prefill_chunk_size - room
+            queue = [prompt for prompt in queue if not prompt.is_ready]
+        for sequence in admitted:
+            scheduler.fork(sequence)
+
+    def _decode(
+        self, runner: ModelRunner, scheduler: Scheduler, stats: RolloutStats
+    ) -> tuple[torch.Tensor | None, list[Sequence]]:
+        """One step of every running sequence: logits, and the sequences they belong to (those not catching up)."""
+        pieces = scheduler.decode_pieces()
+        keep, decoded, end = [], [], -1
+        for piece, sequence in zip(pieces, scheduler.running, strict=True):
+            end += len(piece.token_ids)
+            sequence.num_cached = piece.stop
+            if piece.stop == sequence.num_tokens:
+                keep.append(end)
+                decoded.append(sequence)
+            stats.recomputed_tokens += len(piece.token_ids) - (piece.stop == sequence.num_tokens)
+        stats.decode_steps += 1
+        return runner.run(pieces, keep or [0], decoding=True), decoded
+
+    def _sample(self, sampler, logits, sequences, scheduler, stats, top_logprobs, bar) -> None:
+        clock = time.perf_counter()
+        wants_top = top_logprobs if any(sequence.keep_top for sequence in sequences) else 0
+        tokens, logprobs, top = sampler(logits, sequences, wants_top)
+        stops = set(sampler.stop_token_ids)
+        for i, sequence in enumerate(sequences):
+            sequence.completion_ids.append(tokens[i])
+            sequence.logprobs.append(logprobs[i])
+            if sequence.keep_top and top is not None:
+                sequence.top_ids.append(top[0][i])
+                sequence.top_logprobs.append(top[1][i])
+            if tokens[i] in stops:
+                sequence.finish_reason = "stop"
+            elif len(sequence.completion_ids) >= sequence.max_new_tokens:
+                sequence.finish_reason = "length"
+            if sequence.finish_reason is not None:
+                scheduler.finish(sequence)
+                bar.update()
+        stats.completion_tokens += len(sequences)
+        stats.seconds_sampling += time.perf_counter() - clock
+
+
+def _as_list(ids: int | Iterable[int] | None) -> list[int]:
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else [int(token) for token in ids]
+
+
+def _stop_ids(model: torch.nn.Module, extra: Iterable[int]) -> list[int]:
+    """The union of all stop ids: the caller's (tokenizer), the model config's and its generation config's."""
+    ids = {int(token) for token in extra if token is not None}
+    ids.update(_as_list(getattr(model.config.get_text_config(), "eos_token_id", None)))
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        ids.update(_as_list(generation_config.eos_token_id))
+    return sorted(ids)

@@ -1,0 +1,50 @@
+"""Leave the model as it was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PretrainedConfig
+
+from ..attention import ATTENTION_NAME
+
+
+@contextmanager
+def rollout_mode(model: torch.nn.Module, attention: str | None = ATTENTION_NAME) -> Iterator[None]:
+    """
+    Evaluation mode, no gradients and the attention implementation `attention` (`None` leaves the model's own) inside
+    the context. On leaving it, also by an exception, training flags, attention implementations and `requires_grad`
+    are what they were; weights, dtypes and adapters are never touched.
+
+    Under autocast, frozen weights are marked as trainable meanwhile: autocast keeps the cast copy of a weight from one
+    forward to the next only if it requires a gradient, and would cast the base of a LoRA policy anew at every token.
+    """
+    training = [(module, module.training) for module in model.modules()]
+    configs = {
+        id(module.config): module.config
+        for module in model.modules()
+        if isinstance(getattr(module, "config", None), PretrainedConfig)
+    }
+    implementations = [(config, config._attn_implementation) for config in configs.values()]
+    device_type = next(model.parameters()).device.type
+    frozen = []
+    if torch.is_autocast_enabled(device_type):
+        frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point() and p.is_leaf]
+    try:
+        model.eval()
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        if attention is not None:
+            for config in configs.values():
+                config._attn_implementation = attention
+        with torch.no_grad():
+            yield
+    finally:
+        for config, implementation in implementations:
+            config._attn_implementation = implementation
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for module, flag in training:
+            module.training = flag

@@ -1,0 +1,247 @@
+"""Sampling: transformers' logits processors, then one number of each sequence's own random stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from .sequence import Sequence
+
+
+# Options of `GenerationConfig` that change what is generated and have no meaning here, with the values that are off.
+UNSUPPORTED = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "guidance_scale": (None, 1, 1.0),
+    "penalty_alpha": (None,),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "forced_bos_token_id": (None,),
+    "encoder_repetition_penalty": (None, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "use_mtp": (None, False),
+    "token_healing": (None, False),
+    "watermarking_config": (None,),
+    "top_h": (None,),
+    "stop_strings": (None,),
+    "max_time": (None,),
+    "cache_implementation": (None,),
+}
+
+BLOCK = 256  # tokens of the vocabulary that `inverse_cdf` sums at once
+
+
+class Sampler:
+    """
+    Draws tokens from logits the way `generate` does, except that what a sequence draws depends on nothing but its own
+    logits and its own random stream.
+
+    Args:
+        config (`GenerationConfig`): sampling options. An option left at `None` is off: the defaults that `generate`
+            would take from elsewhere (`top_k=50`, the model's `generation_config.json`) do not apply.
+        stop_token_ids (`list[int]`): tokens that end a completion.
+
+    Raises:
+        ValueError: for options that the engine does not know, by name.
+    """
+
+    def __init__(self, config: GenerationConfig, stop_token_ids: list[int]):
+        for name, off in UNSUPPORTED.items():
+            value = getattr(config, name, None)
+            if value not in off:
+                raise ValueError(
+                    f"`{name}={value!r}` of the generation config is not supported by sparse rollouts; leave it at "
+                    f"{off[-1]!r} (see `generation_kwargs`), or set `sparse_schedule=None` to generate with transformers."
+                )
+        self.do_sample = bool(config.do_sample)
+        self.temperature = 1.0 if config.temperature is None or not self.do_sample else float(config.temperature)
+        if self.temperature <= 0:
+            raise ValueError(f"temperature={config.temperature} must be above 0; for greedy decoding set do_sample=False.")
+        self.config = config
+        self.stop_token_ids = stop_token_ids
+        self._history = self._uses_history()
+        self._warpers = self._make_warpers()
+
+    def _uses_history(self) -> bool:
+        config = self.config
+        return (
+            config.repetition_penalty not in (None, 1.0)
+            or bool(config.no_repeat_ngram_size)
+            or bool(config.min_length)
+            or bool(config.min_new_tokens)
+            or config.sequence_bias is not None
+            or config.bad_words_ids is not None
+            or config.forced_eos_token_id is not None
+            or config.exponential_decay_length_penalty is not None
+            or config.begin_suppress_tokens is not None
+        )
+
+    def _make_processors(self, sequence: Sequence, device: torch.device) -> LogitsProcessorList:
+        """Processors that look at the tokens so far, in the order of `generate`; they are made for one sequence."""
+        config, processors = self.config, LogitsProcessorList()
+        prompt_length = len(sequence.prompt.token_ids)
+        if config.sequence_bias is not None:
+            processors.append(SequenceBiasLogitsProcessor(sequence_bias=config.sequence_bias))
+        if config.repetition_penalty not in (None, 1.0):
+            processors.append(RepetitionPenaltyLogitsProcessor(penalty=config.repetition_penalty))
+        if config.no_repeat_ngram_size:
+            processors.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+        if config.bad_words_ids is not None:
+            processors.append(NoBadWordsLogitsProcessor(config.bad_words_ids, self.stop_token_ids or None))
+        if config.min_length and self.stop_token_ids:
+            processors.append(MinLengthLogitsProcessor(config.min_length, self.stop_token_ids, device=device))
+        if config.min_new_tokens and self.stop_token_ids:
+            processors.append(
+                MinNewTokensLengthLogitsProcessor(
+                    prompt_length, config.min_new_tokens, self.stop_token_ids, device=device
+                )
+            )
+        if config.forced_eos_token_id is not None:
+            processors.append(
+                ForcedEOSTokenLogitsProcessor(
+                    prompt_length + sequence.max_new_tokens, config.forced_eos_token_id, device=device
+                )
+            )
+        if config.exponential_decay_length_penalty is not None:
+            processors.append(
+                ExponentialDecayLengthPenalty(
+                    config.exponential_decay_length_penalty, self.stop_token_ids, prompt_length
+                )
+            )
+        if config.begin_suppress_tokens is not None:
+            processors.append(
+                SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, prompt_length, device=device)
+            )
+        return processors
+
+    def _make_warpers(self) -> LogitsProcessorList:
+        """Processors that look at the scores alone, after the temperature; they take all sequences at once."""
+        config, warpers = self.config, LogitsProcessorList()
+        if not self.do_sample:
+            return warpers
+        if config.top_k:
+            warpers.append(TopKLogitsWarper(top_k=config.top_k))
+        if config.top_p is not None and config.top_p < 1.0:
+            warpers.append(TopPLogitsWarper(top_p=config.top_p))
+        if config.min_p is not None:
+            warpers.append(MinPLogitsWarper(min_p=config.min_p))
+        if config.typical_p is not None and config.typical_p < 1.0:
+            warpers.append(TypicalLogitsWarper(mass=config.typical_p))
+        if config.epsilon_cutoff is not None and 0.0 < config.epsilon_cutoff < 1.0:
+            warpers.append(EpsilonLogitsWarper(epsilon=config.epsilon_cutoff))
+        if config.eta_cutoff is not None and 0.0 < config.eta_cutoff < 1.0:
+            warpers.append(EtaLogitsWarper(epsilon=config.eta_cutoff, device="cpu"))
+        return warpers
+
+    def _process(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+        config, scores = self.config, logits
+        if self._history:
+            rows = []
+            for row, sequence in zip(logits, sequences, strict=True):
+                token_ids = torch.tensor([sequence.token_ids], device=logits.device)
+                rows.append(self._make_processors(sequence, logits.device)(token_ids, row[None].clone())[0])
+            scores = torch.stack(rows)
+        if config.remove_invalid_values:
+            scores = InfNanRemoveLogitsProcessor()(None, scores)
+        if config.suppress_tokens is not None:
+            scores = SuppressTokensLogitsProcessor(config.suppress_tokens, device=logits.device)(None, scores)
+        if self.temperature != 1.0:
+            scores = scores / self.temperature
+        return self._warpers(None, scores)
+
+    def __call__(
+        self, logits: torch.Tensor, sequences: SequenceOf[Sequence], top_logprobs: int = 0
+    ) -> tuple[list[int], list[float], tuple[list, list] | None]:
+        """
+        Draw the next token of each sequence.
+
+        Args:
+            logits (`torch.Tensor`): `(num_sequences, vocab_size)` float32, as the model gives them.
+            top_logprobs (`int`): how many of the most likely tokens to report for sequences with `keep_top`.
+
+        Returns:
+            The tokens; their log-probabilities at the sampling temperature over the full vocabulary, before any
+            processor but the temperature; and ids and log-probabilities of the most likely tokens, or `None`.
+
+        Raises:
+            FloatingPointError: where logits are not numbers.
+        """
+        scaled = logits if self.temperature == 1.0 else logits / self.temperature
+        log_norm = scaled.logsumexp(-1)
+        broken = (~log_norm.isfinite()).nonzero().flatten().tolist()
+        if broken:
+            indices = [sequences[i].index for i in broken]
+            raise FloatingPointError(
+                f"The model's logits are not finite (log-sum-exp {log_norm[broken[0]].item()}) for the prompts at "
+                f"{indices[:8]}; the weights have probably diverged, or their dtype overflows."
+            )
+        processed = self._history or self.config.remove_invalid_values or self.config.suppress_tokens is not None
+        if processed or len(self._warpers):
+            scores = self._process(logits, sequences)
+        else:
+            scores = scaled
+        if self.do_sample:
+            probabilities = (scores - scores.amax(-1, keepdim=True)).exp_()
+            uniforms = [sequence.uniforms[len(sequence.completion_ids)] for sequence in sequences]
+            tokens = inverse_cdf(probabilities, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+        else:
+            tokens = scores.argmax(-1)
+        logprobs = scaled.gather(-1, tokens[:, None])[:, 0] - log_norm
+        top = None
+        if top_logprobs:
+            values, ids = scaled.topk(min(top_logprobs, scaled.shape[-1]), dim=-1)
+            top = ids.tolist(), (values - log_norm[:, None]).tolist()
+        return tokens.tolist(), logprobs.tolist(), top
+
+
+def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """
+    Draw an index from each row of unnormalised probabilities: the first whose cumulative weight exceeds
+    `uniform * total`. Summed in blocks, in float64, so that a row is read once.
+
+    Args:
+        weights (`torch.Tensor`): `(num_rows, num_columns)`, not negative; every row has a positive entry.
+        uniforms (`torch.Tensor`): `(num_rows,)` float64 in [0, 1).
+
+    Returns:
+        `torch.Tensor`: `(num_rows,)` int64; a column of positive weight.
+    """
+    num_rows, num_columns = weights.shape
+    padding = -num_columns % BLOCK
+    if padding:
+        weights = torch.nn.functional.pad(weights, (0, padding))
+    blocks = weights.view(num_rows, -1, BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = uniforms[:, None] * sums[:, -1:]
+    block = (sums <= target).sum(-1, keepdim=True).clamp_(max=sums.shape[1] - 1)
+    before = sums.gather(1, (block - 1).clamp(min=0)).masked_fill(block == 0, 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
+    offset = (inside.cumsum(-1) <= target - before).sum(-1)
+    columns = torch.arange(BLOCK, device=weights.device)
+    last_positive = torch.where(inside > 0, columns, -1).amax(-1)
+    return block[:, 0] * BLOCK + torch.minimum(offset, last_positive)

@@ -1,0 +1,136 @@
+"""Which models sparse rollouts support: known misfits are refused by name, all others are tried."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig
+from transformers.utils import logging
+
+from ..sparsity import SparsitySchedule
+from .cache import PageAllocator, PagedKVCache, PageTable
+from .isolation import rollout_mode
+from .runner import ModelRunner
+from .step import Piece
+
+
+logger = logging.get_logger(__name__)
+
+PROBE_LENGTH = 40  # tokens of the probe, more where a sliding window is short enough to be crossed
+PROBE_DECODED = 6  # of them decoded one by one
+LONGEST_PROBED_WINDOW = 512
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+HINT = "Set `sparse_schedule=None` to train it with plain TRL rollouts."
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be run with sparse paged attention."""
+
+
+def check_model_config(model_or_config: torch.nn.Module | PretrainedConfig) -> None:
+    """
+    Refuse models whose config says that paged attention would run them wrongly, before anything is loaded or run.
+
+    Raises:
+        UnsupportedModelError: names the model type and the reason.
+    """
+    config = getattr(model_or_config, "config", model_or_config)
+    if isinstance(config, dict):  # PEFT exposes the config of models that are not PreTrainedModel as a dict
+        return
+    text_config = config.get_text_config()
+
+    def refuse(reason: str):
+        raise UnsupportedModelError(f"Sparse rollouts do not support '{config.model_type}' models: {reason}. {HINT}")
+
+    if config.is_encoder_decoder:
+        refuse("it is an encoder-decoder model")
+    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
+        refuse("it takes images or audio; load its text model alone")
+    if getattr(text_config, "kv_lora_rank", None):
+        refuse(f"it uses multi-head latent attention (kv_lora_rank={text_config.kv_lora_rank})")
+    unknown = sorted(set(getattr(text_config, "layer_types", None) or ()) - KNOWN_LAYERS)
+    if unknown:
+        refuse(f"its layers include {', '.join(unknown)}, and only full and sliding attention have paged forms")
+    peft_configs = getattr(model_or_config, "peft_config", None)
+    for name, peft_config in (peft_configs or {}).items():
+        if getattr(peft_config, "is_prompt_learning", False):
+            refuse(f"its PEFT adapter '{name}' ({peft_config.peft_type}) puts virtual tokens before the prompt")
+    for attribute in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if (getattr(text_config, attribute, None) or 0) > 1:
+            logger.warning_once(
+                f"'{config.model_type}' is a mixture of experts: its routing may differ between rollout and training, "
+                "which the importance-sampling correction sees but cannot undo."
+            )
+
+
+def probe(model: torch.nn.Module, compare: bool = True) -> int:
+    """
+    Run a short random prompt through the paged path (prefill, then single tokens, dense schedule) and compare its
+    logits with the model's own forward.
+
+    Args:
+        compare (`bool`, *optional*, defaults to `True`): whether to compare; without, only shapes are learnt.
+
+    Returns:
+        `int`: bytes of KV cache, landmarks included, that one token takes over all layers.
+
+    Raises:
+        UnsupportedModelError: where attention layers are not reached or the logits differ.
+    """
+    config = model.config.get_text_config()
+    length = PROBE_LENGTH
+    window = getattr(config, "sliding_window", None)
+    if compare and window and window <= LONGEST_PROBED_WINDOW:
+        length += window
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit:
+        length = min(length, limit)
+    decoded = min(PROBE_DECODED, length - 1)
+    parameter = next(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(model.get_input_embeddings().num_embeddings, (length,), generator=generator).tolist()
+    dtype = None
+    if torch.is_autocast_enabled(parameter.device.type):
+        dtype = torch.get_autocast_dtype(parameter.device.type)
+
+    page_size = 16
+    cache = PagedKVCache(-(-length // page_size), page_size, dtype)
+    allocator, table = PageAllocator(cache.num_pages), PageTable()
+    for _ in range(cache.num_pages):
+        table.append(allocator.allocate())
+    try:
+        with rollout_mode(model):
+            runner = ModelRunner(model, SparsitySchedule.dense(page_size=page_size), cache)
+            rows = [runner.run([Piece(table, 0, token_ids[: length - decoded])], [length - decoded - 1], False)]
+            if compare:
+                for place in range(length - decoded, length):
+                    rows.append(runner.run([Piece(table, place, [token_ids[place]])], [0], True))
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"Sparse rollouts do not support '{config.model_type}' models ({type(model).__name__}): a trial decode "
+            f"failed with {type(error).__name__}: {error} {HINT}"
+        ) from error
+    layers = config.num_hidden_layers
+    if len(cache.layers) < layers:
+        raise UnsupportedModelError(
+            f"Sparse rollouts do not support '{config.model_type}' models: {layers - len(cache.layers)} of {layers} "
+            f"attention layers do not go through transformers' AttentionInterface. {HINT}"
+        )
+    if compare:
+        with rollout_mode(model, attention=None):
+            expected = model(input_ids=torch.tensor([token_ids], device=parameter.device), use_cache=False).logits
+        expected = expected[0, length - decoded - 1 :].float()
+        found = torch.cat(rows)
+        difference = ((found - expected).norm() / expected.norm()).item()
+        tolerance = TOLERANCE.get(dtype or cache.layers[0][0].dtype, 1e-1)
+        if not difference <= tolerance:
+            kinds = sorted(set(getattr(config, "layer_types", None) or ["attention"]))
+            raise UnsupportedModelError(
+                f"Sparse rollouts do not support '{config.model_type}' models ({', '.join(kinds)}): logits of a trial "
+                f"decode differ from the model's own forward by {difference:.2g} (relative norm; limit {tolerance:g}). "
+                f"{HINT}"
+            )
+    return -(-cache.bytes_per_page // page_size)
