@@ -1,0 +1,296 @@
+"""The configuration of [`SparrowGRPOTrainer`]: TRL's, and what the sparse rollouts need on top."""
+
+import os
+import re
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig
+from trl import GRPOConfig
+
+from .rollout.sampler import Sampler
+from .sparsity import SparsitySchedule
+
+
+_IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclass
+class SparrowGRPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`SparrowGRPOTrainer`].
+
+    Every parameter of [`~trl.GRPOConfig`] is taken, with the same meaning. This class includes only the parameters
+    that are specific to sparse rollouts. Two of TRL's defaults differ, see the note below.
+
+    Using [`~transformers.HfArgumentParser`] we can turn this class into
+    [argparse](https://docs.python.org/3/library/argparse#module-argparse) arguments that can be specified on the
+    command line.
+
+    Parameters:
+        > Parameters that control the sparsity of the rollouts
+
+        sparse_schedule (`str`, `dict[str, Any]` or [`SparsitySchedule`], *optional*, defaults to `"auto"`):
+            How many pages of the KV cache a query reads during rollouts, by its position. Possible values are:
+
+            - `"auto"`: the published schedule if the model is one that has one, else dense, with a warning.
+            - `"dense"`: this package's rollout engine with exact attention.
+            - `"fixed:64"`: the same number of scored pages at every position.
+            - `"qwen3-1.7b"` or `"qwen3-1.7b@0.86"`: a published schedule, by default the one for `sparse_target`.
+            - the path of a JSON file, or of a folder that holds `sparrow_schedule.json`.
+            - `"user/name"`: a Hub repository that holds `sparrow_schedule.json`.
+            - a [`SparsitySchedule`], or a dictionary of its fields. An object is stored as the dictionary.
+            - `None` (on the command line: `none`): sparsity off. TRL's own generation runs, and the training is
+              exactly that of [`~trl.GRPOTrainer`].
+        sparse_target (`float`, *optional*, defaults to `0.86`):
+            Tail of the acceptance rate (its 5th percentile in each bin of positions) that the schedule must keep. It
+            selects among published schedules. The [paper](https://huggingface.co/papers/2606.08446) found training
+            stable at `0.86` and above.
+
+        > Parameters that control the rollout engine
+
+        rollout_memory_fraction (`float`, *optional*, defaults to `0.5`):
+            Part of the free memory that the KV cache of a rollout may take, in `(0, 1]`. It is freed before the
+            backward pass. Lower it if the rollout runs out of memory; when pages run out, sequences wait or are
+            recomputed, which is slower.
+        rollout_max_num_seqs (`int`, *optional*, defaults to `256`):
+            Sequences that are decoded at the same time on one device.
+        rollout_prefill_chunk_size (`int`, *optional*, defaults to `1024`):
+            Prompt tokens that one forward pass of the prefill takes. Lower it if the prefill runs out of memory.
+        rollout_progress_bar (`bool`, *optional*):
+            Whether to show a progress bar of the tokens of a rollout. If `None`, it appears on the main process once a
+            rollout takes long.
+        rollout_check_support (`bool`, *optional*, defaults to `True`):
+            Whether to decode a short random prompt when the trainer is built and compare with the model's plain
+            forward pass, so that an architecture on which the engine would be wrong is refused.
+
+    > [!NOTE]
+    > These parameters have default values different from [`~trl.GRPOConfig`]:
+    > - `vllm_importance_sampling_mode`: Defaults to `"token_truncate"` instead of `"sequence_mask"`.
+    > - `vllm_importance_sampling_clip_max`: Defaults to `2.0` instead of `3.0`.
+    >
+    > The parameters `vllm_importance_sampling_*` apply to sparse rollouts as they do to vLLM's: the sparse actor that
+    > samples is not the dense policy that is trained, so each token is weighted by
+    > `min(p_policy / p_actor, vllm_importance_sampling_clip_max)`. A ratio over a whole sequence multiplies up the
+    > differences of all its tokens, so the sequence-level modes are unusable for long completions.
+    """
+
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["sparse_schedule"]
+
+    # Parameters whose default values are overridden from GRPOConfig
+    vllm_importance_sampling_mode: str = field(
+        default="token_truncate",
+        metadata={
+            "help": "Specifies how the importance sampling ratios between the policy and the sparse (or vLLM) actor "
+            "that sampled are constrained, when vllm_importance_sampling_correction=True. Supported options are: "
+            "'token_truncate' (each token's ratio is clipped to [C_min, C_max]), 'token_mask' (ratios outside are set "
+            "to zero), and 'sequence_truncate' and 'sequence_mask' (the same with one ratio for a whole sequence, "
+            "which is unusable for long completions)."
+        },
+    )
+    vllm_importance_sampling_clip_max: float | None = field(
+        default=2.0,
+        metadata={
+            "help": "Importance sampling upper bound C_max used by `vllm_importance_sampling_mode`. For '*_truncate' "
+            "modes, ratios are clipped from above at C_max. For '*_mask' modes, ratios larger than C_max are set to "
+            "zero."
+        },
+    )
+
+    # Parameters that control the sparsity of the rollouts
+    sparse_schedule: dict[str, Any] | str | None = field(
+        default="auto",
+        metadata={
+            "help": "How many pages of the KV cache a query reads during rollouts, by its position: 'auto' (the "
+            "published schedule of the model, else dense), 'dense', 'fixed:64', a published schedule such as "
+            "'qwen3-1.7b@0.86', the path of a JSON file or folder, a Hub repository 'user/name', or a JSON "
+            "dictionary. 'none' turns sparsity off: TRL's own generation runs."
+        },
+    )
+    sparse_target: float = field(
+        default=0.86,
+        metadata={
+            "help": "Tail of the acceptance rate (its 5th percentile in each bin of positions) that the schedule must "
+            "keep. It selects among published schedules."
+        },
+    )
+
+    # Parameters that control the rollout engine
+    rollout_memory_fraction: float = field(
+        default=0.5,
+        metadata={
+            "help": "Part of the free memory that the KV cache of a rollout may take, in (0, 1]. It is freed before "
+            "the backward pass."
+        },
+    )
+    rollout_max_num_seqs: int = field(
+        default=256,
+        metadata={"help": "Sequences that are decoded at the same time on one device."},
+    )
+    rollout_prefill_chunk_size: int = field(
+        default=1024,
+        metadata={"help": "Prompt tokens that one forward pass of the prefill takes."},
+    )
+    rollout_progress_bar: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to show a progress bar of the tokens of a rollout. If `None`, it appears on the main "
+            "process once a rollout takes long."
+        },
+    )
+    rollout_check_support: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether to decode a short random prompt when the trainer is built and compare with the model's "
+            "plain forward pass, so that an architecture on which the engine would be wrong is refused."
+        },
+    )
+
+    def __post_init__(self):
+        if isinstance(self.sparse_schedule, SparsitySchedule):
+            # A dictionary, so that the configuration can be written as JSON
+            self.sparse_schedule = self.sparse_schedule.to_dict()
+        elif isinstance(self.sparse_schedule, os.PathLike):
+            self.sparse_schedule = os.fspath(self.sparse_schedule)
+        # The command line passes the value as a string
+        elif isinstance(self.sparse_schedule, str) and self.sparse_schedule.lower() in ("none", "null"):
+            self.sparse_schedule = None
+
+        if self.num_generations is not None and self.num_generations < 2:
+            raise ValueError(
+                f"num_generations={self.num_generations} is below 2: the advantage of a completion is its reward "
+                "relative to the other completions of the same prompt."
+            )
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            # TRL names neither the option to change nor the values it could have
+            if "divisible" in str(error) and (hint := self._divisibility_hint()):
+                raise ValueError(f"{error} {hint}") from error
+            raise
+
+        self._check_rollout_options()
+        if self.sparse_schedule is not None:
+            self._check_schedule(self.sparse_schedule)
+            self._check_conflicts(self.sparse_schedule)
+            self._check_generation_options()
+            self._check_importance_sampling()
+
+    def _divisibility_hint(self) -> str | None:
+        """The valid values of the option because of which a batch cannot be split into full groups of completions."""
+        batch_size = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size % batch_size:
+            return f"Set generation_batch_size to a multiple of {batch_size}."
+        if self.do_eval and self.eval_strategy != "no":
+            eval_batch_size = self.per_device_eval_batch_size * self.world_size
+            if eval_batch_size % (self.num_generations_eval or self.num_generations):
+                return (
+                    f"Set num_generations_eval to one of {_divisors(eval_batch_size)}, or change "
+                    "per_device_eval_batch_size."
+                )
+        if self.generation_batch_size % self.num_generations:
+            valid = [value for value in _divisors(self.generation_batch_size) if value > 1]
+            return (
+                f"Set num_generations to one of {valid}, or change per_device_train_batch_size, "
+                "gradient_accumulation_steps, steps_per_generation or generation_batch_size."
+            )
+        return None
+
+    def _check_rollout_options(self):
+        for name in ("sparse_target", "rollout_memory_fraction"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise ValueError(f"{name}={value} is not in (0, 1].")
+        for name in ("rollout_max_num_seqs", "rollout_prefill_chunk_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a positive integer.")
+
+    def _check_schedule(self, schedule: dict[str, Any] | str):
+        # "auto" needs the model, and a repository the network: the trainer resolves those
+        if schedule == "auto" or _is_hub_repo(schedule):
+            return
+        try:
+            SparsitySchedule.resolve(schedule, target=self.sparse_target)
+        except (ValueError, TypeError, FileNotFoundError) as error:
+            if "sparse_schedule" in str(error):
+                raise
+            raise type(error)(f"sparse_schedule={schedule!r}: {error}") from error
+
+    def _check_conflicts(self, schedule: dict[str, Any] | str):
+        shown = repr(schedule) if isinstance(schedule, str) else "a schedule"
+        described = f"sparse rollouts (sparse_schedule={shown})"
+        for name in ("use_vllm", "use_transformers_continuous_batching"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}=True cannot be combined with {described}: one engine generates the completions. Set "
+                    f"{name}=False, or sparse_schedule=None to train without sparsity, as TRL does."
+                )
+        if self.cache_implementation is not None:
+            raise ValueError(
+                f"cache_implementation={self.cache_implementation!r} has no meaning with {described}, which keep "
+                "their own paged cache. Set cache_implementation=None, or sparse_schedule=None."
+            )
+
+    def _check_generation_options(self):
+        if self.max_completion_length is None or self.max_completion_length < 1:
+            raise ValueError(
+                f"max_completion_length={self.max_completion_length} is not a positive integer, which sparse rollouts "
+                "need: the KV cache is planned with it."
+            )
+        options = self.generation_kwargs or {}
+        # The training computes its log-probabilities with these two, so a rollout must not have others
+        if options.get("temperature", self.temperature) != self.temperature:
+            raise ValueError(
+                f"generation_kwargs sets temperature={options['temperature']}, but the training uses the option "
+                f"temperature={self.temperature}. Set temperature={options['temperature']} instead."
+            )
+        if not options.get("do_sample", True):
+            raise ValueError(
+                "generation_kwargs sets do_sample=False, but all greedy completions of a prompt are equal."
+            )
+        Sampler(GenerationConfig(**{"temperature": self.temperature, "do_sample": True, **options}), stop_token_ids=[])
+
+    def _check_importance_sampling(self):
+        if not self.vllm_importance_sampling_correction:
+            if self.sparse_schedule != "dense":
+                warnings.warn(
+                    "vllm_importance_sampling_correction=False trains on the tokens of the sparse actor as if the "
+                    "policy had sampled them, which is known to end in collapse. Leave it at True, or set "
+                    "sparse_schedule='dense'.",
+                    UserWarning,
+                    stacklevel=4,
+                )
+            return
+        mode = self.vllm_importance_sampling_mode
+        if mode not in _IMPORTANCE_SAMPLING_MODES:
+            raise ValueError(
+                f"vllm_importance_sampling_mode={mode!r} is not one of {', '.join(_IMPORTANCE_SAMPLING_MODES)}."
+            )
+        if mode.startswith("sequence_"):
+            if self.loss_type == "vespo":
+                raise ValueError(
+                    f"loss_type='vespo' needs vllm_importance_sampling_mode='token_truncate' or 'token_mask', not "
+                    f"{mode!r}."
+                )
+            warnings.warn(
+                f"vllm_importance_sampling_mode={mode!r} takes one ratio for a whole completion. The differences "
+                "between the sparse actor and the policy multiply up along it, so for long completions nearly every "
+                "ratio is out of bounds. Use 'token_truncate'.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+def _is_hub_repo(value: dict[str, Any] | str) -> bool:
+    return (
+        isinstance(value, str)
+        and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) is not None
+        and not value.endswith(".json")
+        and not os.path.exists(value)
+    )

@@ -1,0 +1,144 @@
+"""The seams between this package and TRL.
+
+TRL has no public way to bring another generation engine into [`~trl.GRPOTrainer`]. Every private name of TRL that the
+package relies on is in this file, and `tests/test_trl_seams.py` checks each of them against the installed version. The
+rest of the package sees the public members of [`SeamedGRPOTrainer`] alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from trl import GRPOTrainer
+from trl.extras.profiling import profiling_context
+
+
+@dataclass
+class ScoredRollout:
+    """One process's share of a generation batch after TRL has scored it: B sequences, their prompts padded on the left
+    to P tokens, their completions padded on the right to T tokens."""
+
+    prompt_ids: torch.Tensor
+    """(B, P), int64."""
+    prompt_mask: torch.Tensor
+    """(B, P), 1 on tokens."""
+    completion_ids: torch.Tensor
+    """(B, T), int64."""
+    mask: torch.Tensor
+    """(B, T), bool: the tokens that count in the loss. Padding, tool results and masked completions do not."""
+    advantages: torch.Tensor
+    """(B,), float32."""
+    actor_logprobs: torch.Tensor | None
+    """(B, T), float32: of the sampled tokens, under the actor that sampled them."""
+    policy_logprobs: torch.Tensor | None
+    """(B, T), float32: of the same tokens, under the policy before its update. None where TRL does not need them."""
+
+
+class SeamedGRPOTrainer(GRPOTrainer):
+    """
+    [`~trl.GRPOTrainer`] with public hooks, so that a subclass can bring its own generation engine.
+
+    A subclass calls [`take_over_generation`] at the end of its `__init__` and implements [`rollout`]. TRL's handling of
+    vLLM then does the rest: the completions come with the log-probabilities of their tokens under the actor, so TRL
+    computes those under the policy, the importance-sampling ratios between the two and their metrics, and weights the
+    loss with them. Without that call every method here does what TRL's does.
+    """
+
+    samples_rollouts: bool = False
+    """Whether [`rollout`] generates the completions instead of TRL."""
+
+    def rollout(
+        self, prompt_ids: list[list[int]], num_generations: int = 1
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """
+        Sample one completion for each entry of `prompt_ids`.
+
+        Args:
+            prompt_ids (`list[list[int]]`):
+                Token ids. A prompt comes as often as completions of it are wanted.
+            num_generations (`int`, *optional*, defaults to `1`):
+                How often each distinct prompt comes over all processes, as TRL tells it.
+
+        Returns:
+            `tuple[list[list[int]], list[list[float]]]`: the token ids of each completion, and the log-probability of
+            each of these tokens under the actor.
+        """
+        raise NotImplementedError
+
+    def sampled_since_last_batch(self) -> bool:
+        """Whether [`rollout`] ran on this process since the last call of [`after_rollout_scored`]."""
+        raise NotImplementedError
+
+    def after_rollout_scored(self, scored: ScoredRollout) -> None:
+        """Called on every process when a generation batch of [`rollout`] is scored, in training and in evaluation."""
+
+    def take_over_generation(self, stop_token_ids: list[int]) -> None:
+        """
+        Generate with [`rollout`] from now on.
+
+        Args:
+            stop_token_ids (`list[int]`):
+                The tokens that end a completion, so that TRL's masks and metrics of truncated completions agree.
+        """
+        self.samples_rollouts = True
+        self.eos_token_ids = stop_token_ids
+        self.generation_config.eos_token_id = stop_token_ids
+        # Whether a rollout function samples with `rollout` is known only after it has run, see `_generate`
+        self.use_vllm = self.rollout_func is None
+        # In "colocate" mode the tool loop asks an engine of vLLM for the context length
+        self.vllm_mode = "server"
+
+    @property
+    def metrics_mode(self) -> str:
+        """`"train"` or `"eval"`: whose metrics are collected now."""
+        return "train" if self.model.training else "eval"
+
+    def log_sparrow_metric(self, name: str, value: float) -> None:
+        """Add `sparrow/{name}` to the next log. Several values until then are averaged."""
+        self._metrics[self.metrics_mode][f"sparrow/{name}"].append(value)
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        if not self.samples_rollouts:
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images=has_tool_images
+            )
+        if images is not None or has_tool_images:
+            raise ValueError("A prompt has images, which sparse rollouts do not support. Set sparse_schedule=None.")
+        with profiling_context(self, "sparrow.rollout"):
+            return self.rollout(prompt_ids, num_generations)
+
+    def _generate(self, prompts: list):
+        if not self.samples_rollouts or self.rollout_func is None:
+            return super()._generate(prompts)
+        self.use_vllm = False  # or TRL would update the weights of a vLLM server that does not exist
+        generated = super()._generate(prompts)
+        # What the rollout function sampled with `rollout` needs the correction. The processes have to agree, because
+        # TRL gathers metrics along with it.
+        sampled = torch.tensor([self.sampled_since_last_batch()], device=self.accelerator.device)
+        self.use_vllm = bool(self.accelerator.gather(sampled).any())
+        return generated
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        if self.samples_rollouts and self.use_vllm:
+            mask = batch["completion_mask"]
+            if "tool_mask" in batch:
+                mask = mask * batch["tool_mask"]
+            self.after_rollout_scored(
+                ScoredRollout(
+                    prompt_ids=batch["prompt_ids"],
+                    prompt_mask=batch["prompt_mask"],
+                    completion_ids=batch["completion_ids"],
+                    mask=mask.bool(),
+                    advantages=batch["advantages"],
+                    actor_logprobs=batch.get("sampling_per_token_logps"),
+                    policy_logprobs=batch.get("old_per_token_logps"),
+                )
+            )
+        return batch
+
+    def _compute_loss(self, model, inputs):
+        if self.samples_rollouts and self.rollout_func is not None:
+            # A batch generated since, for example for an evaluation, may have decided otherwise than this one
+            self.use_vllm = "importance_sampling_ratio" in inputs
+        return super()._compute_loss(model, inputs)
