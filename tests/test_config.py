@@ -63,9 +63,7 @@ def test_own_field_is_documented_twice_with_its_default(name):
     assert f"\n        {name} (" in SparrowGRPOConfig.__doc__
     if field.default is not None:
         value = f'"{field.default}"' if isinstance(field.default, str) else field.default
-        line = next(
-            line for line in SparrowGRPOConfig.__doc__.splitlines() if line.startswith(f"        {name} (")
-        )
+        line = next(line for line in SparrowGRPOConfig.__doc__.splitlines() if line.startswith(f"        {name} ("))
         assert f"defaults to `{value}`" in line
 
 
