@@ -43,7 +43,7 @@ bench: .venv/demo.stamp
 
 docs: .venv/dev.stamp
 	$(BIN)/python docs/generate.py
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The site is in site/index.html"
 
 clean:
