@@ -389,8 +389,7 @@ def _budget_table(budgets: tuple[int, ...], device: torch.device) -> torch.Tenso
     # Kept per device: the decode loop must not copy it from the host again at each step.
     import torch
 
-    with torch.inference_mode(False):
-        return torch.tensor(budgets, dtype=torch.int64, device=device)
+    return torch.tensor(budgets, dtype=torch.int64, device=device)
 
 
 def _is_path(text: str) -> bool:
