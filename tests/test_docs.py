@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 from dataclasses import fields
 from pathlib import Path
 
@@ -92,3 +93,18 @@ def test_troubleshooting_headings_are_error_texts_of_the_code():
     texts = [text for source in SOURCES for text in texts_of(source)]
     for heading in headings:
         assert any(heading in text for text in texts), f"no error says {heading!r}"
+
+
+def test_generated_configuration_has_every_option_of_ours_with_its_default():
+    text = runpy.run_path(str(DOCS / "generate.py"))["configuration"]()
+    own, changed, inherited = (section for section in re.split(r"^## .*$", text, flags=re.MULTILINE)[1:])
+    assert "| `sparse_schedule` | `'auto'` | How many pages" in own
+    assert "| `rollout_memory_fraction` | `0.5` |" in own
+    assert re.findall(r"^\| `(\w+)`", changed, re.MULTILINE) == [
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_max",
+    ]
+    assert "| `num_generations` | `8` |" in inherited
+    for row in filter(None, text.splitlines()):
+        if row.startswith("|"):
+            assert len(re.findall(r"(?<!\\)\|", row)) == 4, row
