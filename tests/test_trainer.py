@@ -1,6 +1,7 @@
 """`SparrowGRPOTrainer` in short runs of tiny models: what TRL's trainer can do, and what a rollout must not do."""
 
 import functools
+import gc
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from sparrow_trl import SparrowGRPOConfig, SparrowGRPOTrainer, SparsitySchedule
 from sparrow_trl.rollout import UnsupportedModelError
+from sparrow_trl.rollout.cache import PagedKVCache
 from sparrow_trl.rollout.sampler import Sampler
 from tiny import tiny_config, tiny_model, tiny_tokenizer
 from training import (
@@ -626,7 +628,43 @@ def test_model_is_untouched_by_a_rollout_that_raised(tmp_path, monkeypatch, opti
     assert state_of(model) == before
 
 
-# --- schedules ---
+def test_cache_of_a_rollout_is_gone_before_the_rewards_and_the_backward(tmp_path):
+    alive = []
+
+    def reward(completions, **kwargs):
+        alive.append(sum(type(thing) is PagedKVCache for thing in gc.get_objects()))
+        return count_letters(completions)
+
+    trainer = make_trainer(tmp_path, arguments={"reward_funcs": reward})
+    gc.collect()
+    trainer.train()
+    assert alive == [0, 0]
+
+
+# --- schedules and engine options ---
+
+
+def test_options_arrive_at_the_engine(tmp_path):
+    options = {
+        "rollout_memory_fraction": 0.125,
+        "rollout_max_num_seqs": 3,
+        "rollout_prefill_chunk_size": 48,
+        "rollout_progress_bar": True,
+    }
+    engine = make_trainer(tmp_path, **options).rollout_engine
+    assert engine.memory_fraction == 0.125
+    assert engine.max_num_seqs == 3
+    assert engine.prefill_chunk_size == 48
+    assert engine.progress_bar is True
+    assert make_trainer(tmp_path).rollout_engine.progress_bar is None
+
+
+def test_support_check_can_be_left_out(tmp_path, monkeypatch):
+    compared = []
+    monkeypatch.setattr("sparrow_trl.rollout.engine.probe", lambda model, compare: compared.append(compare) or 1)
+    make_trainer(tmp_path)
+    make_trainer(tmp_path, rollout_check_support=False)
+    assert compared == [True, False]
 
 
 def test_auto_takes_the_published_schedule_of_the_model(tmp_path):
