@@ -103,6 +103,7 @@ class RolloutEngine:
         generation_config: GenerationConfig | None = None,
         *,
         seed: int = 0,
+        max_new_tokens: SequenceOf[int] | None = None,
         top_logprobs: int = 0,
         top_logprobs_for: Collection[int] | None = None,
     ) -> RolloutOutput:
@@ -118,6 +119,8 @@ class RolloutEngine:
                 Without a config: sampling at temperature 1 from the full distribution.
             seed (`int`, *optional*, defaults to `0`):
                 Seed of the random streams.
+            max_new_tokens (`list[int]`, *optional*):
+                A limit for each prompt's completion; by default that of `generation_config` holds for all.
             top_logprobs (`int`, *optional*, defaults to `0`):
                 How many of the most likely tokens to report at each position.
             top_logprobs_for (`Collection[int]`, *optional*):
@@ -132,7 +135,9 @@ class RolloutEngine:
         """
         started = time.perf_counter()
         config = generation_config or GenerationConfig(do_sample=True)
-        max_new_tokens = config.max_new_tokens if config.max_new_tokens is not None else 512
+        if max_new_tokens is None:
+            limit = config.max_new_tokens if config.max_new_tokens is not None else 512
+            max_new_tokens = [limit] * len(prompts)
         stop_ids = sorted({*self.stop_token_ids, *_as_list(config.eos_token_id)})
         sampler = Sampler(config, stop_ids)
         keep_top = set(range(len(prompts)) if top_logprobs_for is None else top_logprobs_for) if top_logprobs else set()
@@ -223,15 +228,17 @@ class RolloutEngine:
         return results
 
     def _make_sequences(
-        self, prompts: SequenceOf[SequenceOf[int]], max_new_tokens: int, seed: int, keep_top: set[int]
+        self, prompts: SequenceOf[SequenceOf[int]], limits: SequenceOf[int], seed: int, keep_top: set[int]
     ) -> list[Sequence]:
         """Check the prompts, and group equal ones together."""
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1 (see `max_completion_length`).")
+        if len(limits) != len(prompts):
+            raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(prompts)} prompts.")
+        if limits and min(limits) < 1:
+            raise ValueError(f"max_new_tokens={min(limits)} must be at least 1 (see `max_completion_length`).")
         vocab_size = self.model.get_input_embeddings().num_embeddings
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         groups: dict[tuple[int, ...], list[Sequence]] = {}
-        for index, token_ids in enumerate(prompts):
+        for index, (token_ids, max_new_tokens) in enumerate(zip(prompts, limits, strict=True)):
             if len(token_ids) == 0:
                 raise ValueError(f"The prompt at index {index} is empty; a prompt needs at least one token.")
             low, high = min(token_ids), max(token_ids)
