@@ -9,11 +9,12 @@ of their `forward`. That argument carries the state: [`~sparrow_trl.rollout.step
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
-from sparrow_kernels import torch_ops
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from sparrow_kernels import torch_ops
 
 from .sparsity import SparsitySchedule
 
@@ -83,7 +84,7 @@ def sparrow_attention_forward(
     if query.shape[0] != 1:
         raise ValueError(f"'sparrow' attention expects one row of packed tokens, got a batch of {query.shape[0]}.")
     out = sparrow.attend(
-        module.layer_idx,
+        cast(int, module.layer_idx),
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),

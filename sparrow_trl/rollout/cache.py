@@ -137,6 +137,6 @@ class PagedKVCache:
             landmarks[:, target] = landmarks[:, source]
 
     @property
-    def bytes_per_page(self) -> int:
-        """Bytes of one page over all layers that have stored something."""
-        return sum(tensor[:, 0].numel() * tensor.element_size() for layer in self.layers.values() for tensor in layer)
+    def page_numel(self) -> int:
+        """Numbers in one page, its landmarks included, over all layers that have stored something."""
+        return sum(tensor[:, 0].numel() for layer in self.layers.values() for tensor in layer)

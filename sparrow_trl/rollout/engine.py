@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 import psutil
 import torch
 from tqdm.auto import tqdm
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..attention import TeacherForced
@@ -22,7 +22,7 @@ from .sampler import Sampler
 from .scheduler import Scheduler
 from .sequence import Prompt, Sequence, random_stream
 from .step import Piece
-from .support import check_model_config, probe
+from .support import PROBE_PAGE_SIZE, check_model_config, probe
 
 
 logger = logging.get_logger(__name__)
@@ -35,7 +35,7 @@ class RolloutEngine:
     Samples completions with sparse paged attention, in process, from the model as it is at that moment.
 
     Args:
-        model (`torch.nn.Module`):
+        model ([`~transformers.PreTrainedModel`]):
             Causal language model, possibly a `PeftModel`, not wrapped for distributed training.
         schedule (`SparsitySchedule`):
             How many pages a query keeps. May be replaced between rollouts (`engine.schedule = ...`).
@@ -72,7 +72,7 @@ class RolloutEngine:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         schedule: SparsitySchedule,
         *,
         stop_token_ids: Iterable[int] = (),
@@ -94,7 +94,7 @@ class RolloutEngine:
         self.prefill_chunk_size, self.max_pages = prefill_chunk_size, max_pages
         self.progress_bar = progress_bar
         check_model_config(model)
-        self._bytes_per_token = probe(model, compare=check_support)
+        self._page_numel, self._dtype = probe(model, compare=check_support)
         self._warned_length = False
 
     def generate(
@@ -140,18 +140,17 @@ class RolloutEngine:
             max_new_tokens = [limit] * len(prompts)
         stop_ids = sorted({*self.stop_token_ids, *_as_list(config.eos_token_id)})
         sampler = Sampler(config, stop_ids)
-        keep_top = set(range(len(prompts)) if top_logprobs_for is None else top_logprobs_for) if top_logprobs else set()
+        keep_top = (
+            set(range(len(prompts)) if top_logprobs_for is None else top_logprobs_for) if top_logprobs else set()
+        )
         sequences = self._make_sequences(prompts, max_new_tokens, seed, keep_top)
         stats = RolloutStats(prompt_tokens=sum(len(prompt) for prompt in prompts))
         if not sequences:
             return RolloutOutput([], [], [], stats)
 
-        num_pages = self._num_pages(sequences)
+        dtype = self._cache_dtype()
+        num_pages = self._num_pages(sequences, dtype)
         self._check_fits(sequences, num_pages)
-        dtype = None
-        device = next(self.model.parameters()).device
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
         cache = PagedKVCache(num_pages, self.schedule.page_size, dtype)
         allocator = PageAllocator(num_pages)
         scheduler = Scheduler(cache, allocator, sequences, self.max_num_seqs)
@@ -174,8 +173,8 @@ class RolloutEngine:
                     stats.seconds_prefill += time.perf_counter() - clock
                     fresh = [sequence for sequence in admitted if not sequence.completion_ids]
                     if fresh:
-                        logits = torch.stack([sequence.prompt.first_logits for sequence in fresh])
-                        self._sample(sampler, logits, fresh, scheduler, stats, top_logprobs, bar)
+                        first = torch.stack([sequence.prompt.first_logits for sequence in fresh])
+                        self._sample(sampler, first, fresh, scheduler, stats, top_logprobs, bar)
                     continue
                 clock = time.perf_counter()
                 logits, decoded = self._decode(runner, scheduler, stats)
@@ -189,7 +188,7 @@ class RolloutEngine:
         return RolloutOutput(
             completion_ids=[sequence.completion_ids for sequence in by_index],
             logprobs=[sequence.logprobs for sequence in by_index],
-            finish_reasons=[sequence.finish_reason for sequence in by_index],
+            finish_reasons=[sequence.finish_reason or "" for sequence in by_index],
             stats=stats,
             top_ids=[sequence.top_ids for sequence in by_index] if top_logprobs else None,
             top_logprobs=[sequence.top_logprobs for sequence in by_index] if top_logprobs else None,
@@ -268,10 +267,14 @@ class RolloutEngine:
             )
         return [sequence for group in groups.values() for sequence in group]
 
-    def _num_pages(self, sequences: list[Sequence]) -> int:
+    def _cache_dtype(self) -> torch.dtype:
+        device_type = next(self.model.parameters()).device.type
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self._dtype
+
+    def _num_pages(self, sequences: list[Sequence], dtype: torch.dtype) -> int:
         """Pages of the pool: what the sequences need at most, within the memory that the rollout may take."""
         page_size = self.schedule.page_size
-        prompts = {id(sequence.prompt): sequence.prompt for sequence in sequences}.values()
+        prompts = {sequence.prompt for sequence in sequences}
         wanted = sum(-(-len(prompt.token_ids) // page_size) for prompt in prompts)
         for sequence in sequences:
             length = len(sequence.prompt.token_ids)
@@ -281,7 +284,8 @@ class RolloutEngine:
             free = torch.cuda.mem_get_info(device)[0]
         else:
             free = psutil.virtual_memory().available
-        affordable = int(free * self.memory_fraction / (self._bytes_per_token * page_size))
+        page_bytes = self._page_numel * dtype.itemsize * page_size / PROBE_PAGE_SIZE
+        affordable = int(free * self.memory_fraction / page_bytes)
         return min(wanted, affordable, self.max_pages or wanted)
 
     def _check_fits(self, sequences: list[Sequence], num_pages: int) -> None:
@@ -299,8 +303,7 @@ class RolloutEngine:
 
     def _prefill(self, runner: ModelRunner, scheduler: Scheduler, admitted: list[Sequence], stats: RolloutStats):
         """Compute the prompts that are not in the cache, several to a forward or one over several, and fork them."""
-        pending = {id(s.prompt): s.prompt for s in admitted if not s.prompt.is_ready}
-        queue = list(pending.values())
+        queue = list(dict.fromkeys(s.prompt for s in admitted if not s.prompt.is_ready))
         while queue:
             pieces, ends, room = [], [], self.prefill_chunk_size
             for prompt in queue:
@@ -322,7 +325,7 @@ class RolloutEngine:
 
     def _decode(
         self, runner: ModelRunner, scheduler: Scheduler, stats: RolloutStats
-    ) -> tuple[torch.Tensor | None, list[Sequence]]:
+    ) -> tuple[torch.Tensor, list[Sequence]]:
         """One step of every running sequence: logits, and the sequences they belong to (those not catching up)."""
         pieces = scheduler.decode_pieces()
         keep, decoded, end = [], [], -1
@@ -364,7 +367,7 @@ def _as_list(ids: int | Iterable[int] | None) -> list[int]:
     return [ids] if isinstance(ids, int) else [int(token) for token in ids]
 
 
-def _stop_ids(model: torch.nn.Module, extra: Iterable[int]) -> list[int]:
+def _stop_ids(model: PreTrainedModel, extra: Iterable[int]) -> list[int]:
     """The union of all stop ids: the caller's (tokenizer), the model config's and its generation config's."""
     ids = {int(token) for token in extra if token is not None}
     ids.update(_as_list(getattr(model.config.get_text_config(), "eos_token_id", None)))

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..attention import ATTENTION_NAME
 
 
 @contextmanager
-def rollout_mode(model: torch.nn.Module, attention: str | None = ATTENTION_NAME) -> Iterator[None]:
+def rollout_mode(model: PreTrainedModel, attention: str | None = ATTENTION_NAME) -> Iterator[None]:
     """
     Evaluation mode, no gradients and the attention implementation `attention` (`None` leaves the model's own) inside
     the context. On leaving it, also by an exception, training flags, attention implementations and `requires_grad`

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Sequence as SequenceOf
 
 import torch
+from transformers import PreTrainedModel
+
 from sparrow_kernels import torch_ops
 
 from ..sparsity import SparsitySchedule
@@ -18,12 +20,12 @@ class ModelRunner:
     One forward at a time, over a paged cache. To be used inside [`~sparrow_trl.rollout.isolation.rollout_mode`].
 
     Args:
-        model (`torch.nn.Module`): a causal language model, possibly wrapped by PEFT.
+        model ([`~transformers.PreTrainedModel`]): a causal language model, possibly wrapped by PEFT.
         schedule (`SparsitySchedule`): sparsity of decode steps.
         cache (`PagedKVCache`): the pool of pages.
     """
 
-    def __init__(self, model: torch.nn.Module, schedule: SparsitySchedule, cache: PagedKVCache):
+    def __init__(self, model: PreTrainedModel, schedule: SparsitySchedule, cache: PagedKVCache):
         self.model, self.schedule, self.cache = model, schedule, cache
         self.device = next(model.parameters()).device
         self.work = torch_ops.Workspace()

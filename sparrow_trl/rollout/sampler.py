@@ -81,7 +81,9 @@ class Sampler:
         self.do_sample = bool(config.do_sample)
         self.temperature = 1.0 if config.temperature is None or not self.do_sample else float(config.temperature)
         if self.temperature <= 0:
-            raise ValueError(f"temperature={config.temperature} must be above 0; for greedy decoding set do_sample=False.")
+            raise ValueError(
+                f"temperature={config.temperature} must be above 0; for greedy decoding set do_sample=False."
+            )
         self.config = config
         self.stop_token_ids = stop_token_ids
         self._history = self._uses_history()

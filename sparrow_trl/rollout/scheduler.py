@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 
 from .cache import PageAllocator, PagedKVCache
 from .sequence import Prompt, Sequence
@@ -26,15 +26,13 @@ class Scheduler:
         max_num_seqs (`int`): sequences that run at the same time, at most.
     """
 
-    def __init__(
-        self, cache: PagedKVCache, allocator: PageAllocator, sequences: list[Sequence], max_num_seqs: int
-    ):
+    def __init__(self, cache: PagedKVCache, allocator: PageAllocator, sequences: list[Sequence], max_num_seqs: int):
         self.cache, self.allocator, self.max_num_seqs = cache, allocator, max_num_seqs
         self.order = {sequence: place for place, sequence in enumerate(sequences)}
         self.waiting = deque(sequences)
         self.running: list[Sequence] = []
         self.prompts = {id(sequence.prompt): sequence.prompt for sequence in sequences}
-        self.unfinished = {key: 0 for key in self.prompts}
+        self.unfinished = dict.fromkeys(self.prompts, 0)
         for sequence in sequences:
             self.unfinished[id(sequence.prompt)] += 1
         self.preemptions = 0
@@ -79,12 +77,12 @@ class Scheduler:
 
     def _make_room(self, num_pages: int, keep: Prompt | None = None) -> bool:
         """Free pages of prompts that nobody runs until `num_pages` are free; whether that succeeded."""
-        for prompt in self.prompts.values():
+        for prompt in self.unfinished:
             if self.allocator.num_free >= num_pages:
                 break
             if prompt is not keep and prompt.num_running == 0 and len(prompt.table):
                 self._release(prompt.table)
-                prompt.num_cached, prompt.first_logits = 0, None
+                prompt.forget()
         return self.allocator.num_free >= num_pages
 
     def _release(self, table) -> None:
@@ -104,7 +102,7 @@ class Scheduler:
         The next tokens of every running sequence, with pages to store them in. Sequences may be preempted to find
         those pages.
         """
-        pieces = []
+        pieces: list[Piece] = []
         place = 0
         while place < len(self.running):
             sequence = self.running[place]
@@ -155,7 +153,7 @@ class Scheduler:
         """Take a finished sequence out; its pages are free, and its prompt's too if it was the last to use them."""
         self._leave(sequence)
         prompt = sequence.prompt
-        self.unfinished[id(prompt)] -= 1
-        if self.unfinished[id(prompt)] == 0:
+        self.unfinished[prompt] -= 1
+        if self.unfinished[prompt] == 0:
             self._release(prompt.table)
-            prompt.num_cached, prompt.first_logits = 0, None
+            prompt.forget()

@@ -10,7 +10,7 @@ import torch
 from .cache import PageTable
 
 
-@dataclass
+@dataclass(eq=False)
 class Prompt:
     """
     A distinct prompt of the batch. Its pages hold the keys of all its tokens and are shared by its completions; they
@@ -20,12 +20,17 @@ class Prompt:
     token_ids: list[int]
     table: PageTable = field(default_factory=PageTable)
     num_cached: int = 0
-    first_logits: torch.Tensor | None = None  # (vocab_size,) of the first completion token
+    first_logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (vocab_size,) of the first new token
     num_running: int = 0  # completions of this prompt that are running
 
     @property
     def is_ready(self) -> bool:
         return self.num_cached == len(self.token_ids)
+
+    def forget(self) -> None:
+        """After its pages were given back: it has to be computed again."""
+        self.num_cached = 0
+        self.first_logits = torch.empty(0)
 
 
 @dataclass(eq=False)

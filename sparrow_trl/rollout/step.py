@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from sparrow_kernels import torch_ops
 
 from ..sparsity import SparsitySchedule
@@ -88,9 +89,7 @@ class PagedStep:
 
     def attend(self, layer, query, key, value, *, scaling, sliding_window, softcap):
         key_pages, value_pages, landmarks = self.cache.layer(layer, key, value)
-        selects = not (
-            self.schedule.is_dense or layer in self.schedule.dense_layers or sliding_window is not None
-        )
+        selects = not (self.schedule.is_dense or layer in self.schedule.dense_layers or sliding_window is not None)
         torch_ops.store_kv(
             key, value, self.slots, self.full_pages, key_pages, value_pages, landmarks if selects else None
         )
@@ -116,10 +115,11 @@ class PagedStep:
         else:
             self.kv_bytes_read += tokens * per_token
 
-    def _plan(self, name, *key, make):
-        if (name, *key) not in self._plans:
-            self._plans[name, *key] = make()
-        return self._plans[name, *key]
+    def _plan(self, *key, make):
+        """What `make` returns, made once a step and key."""
+        if key not in self._plans:
+            self._plans[key] = make()
+        return self._plans[key]
 
     def page_table(self) -> torch.Tensor:
         """`(num_tokens, max_pages)` int64, the pages of each token's sequence."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..sparsity import SparsitySchedule
@@ -16,6 +16,7 @@ from .step import Piece
 logger = logging.get_logger(__name__)
 
 PROBE_LENGTH = 40  # tokens of the probe, more where a sliding window is short enough to be crossed
+PROBE_PAGE_SIZE = 16
 PROBE_DECODED = 6  # of them decoded one by one
 LONGEST_PROBED_WINDOW = 512
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -28,7 +29,7 @@ class UnsupportedModelError(ValueError):
     """The model cannot be run with sparse paged attention."""
 
 
-def check_model_config(model_or_config: torch.nn.Module | PretrainedConfig) -> None:
+def check_model_config(model_or_config: PreTrainedModel | PretrainedConfig) -> None:
     """
     Refuse models whose config says that paged attention would run them wrongly, before anything is loaded or run.
 
@@ -64,7 +65,7 @@ def check_model_config(model_or_config: torch.nn.Module | PretrainedConfig) -> N
             )
 
 
-def probe(model: torch.nn.Module, compare: bool = True) -> int:
+def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, torch.dtype]:
     """
     Run a short random prompt through the paged path (prefill, then single tokens, dense schedule) and compare its
     logits with the model's own forward.
@@ -73,7 +74,8 @@ def probe(model: torch.nn.Module, compare: bool = True) -> int:
         compare (`bool`, *optional*, defaults to `True`): whether to compare; without, only shapes are learnt.
 
     Returns:
-        `int`: bytes of KV cache, landmarks included, that one token takes over all layers.
+        `tuple[int, torch.dtype]`: numbers that the KV cache keeps for one page of 16 tokens over all layers, landmarks
+        included, and the dtype of the keys.
 
     Raises:
         UnsupportedModelError: where attention layers are not reached or the logits differ.
@@ -94,14 +96,13 @@ def probe(model: torch.nn.Module, compare: bool = True) -> int:
     if torch.is_autocast_enabled(parameter.device.type):
         dtype = torch.get_autocast_dtype(parameter.device.type)
 
-    page_size = 16
-    cache = PagedKVCache(-(-length // page_size), page_size, dtype)
+    cache = PagedKVCache(-(-length // PROBE_PAGE_SIZE), PROBE_PAGE_SIZE, dtype)
     allocator, table = PageAllocator(cache.num_pages), PageTable()
     for _ in range(cache.num_pages):
         table.append(allocator.allocate())
     try:
         with rollout_mode(model):
-            runner = ModelRunner(model, SparsitySchedule.dense(page_size=page_size), cache)
+            runner = ModelRunner(model, SparsitySchedule.dense(page_size=PROBE_PAGE_SIZE), cache)
             rows = [runner.run([Piece(table, 0, token_ids[: length - decoded])], [length - decoded - 1], False)]
             if compare:
                 for place in range(length - decoded, length):
@@ -133,4 +134,4 @@ def probe(model: torch.nn.Module, compare: bool = True) -> int:
                 f"decode differ from the model's own forward by {difference:.2g} (relative norm; limit {tolerance:g}). "
                 f"{HINT}"
             )
-    return -(-cache.bytes_per_page // page_size)
+    return cache.page_numel, cache.layers[0][0].dtype

@@ -170,9 +170,7 @@ def teacher_forced_attention(
         pages = torch.nn.functional.pad(key.detach(), (0, 0, 0, 0, 0, padding)).unflatten(0, (num_pages, page_size))
         landmarks = pages.float().mean(1).to(key.dtype).transpose(0, 1)
         identity = torch.arange(num_pages, device=query.device).expand(num_tokens, -1)
-        chosen = select_pages(
-            query.detach(), landmarks, identity, index, budgets, page_size, sink_pages, recent_pages
-        )
+        chosen = select_pages(query.detach(), landmarks, identity, index, budgets, page_size, sink_pages, recent_pages)
         chosen[:prompt_length] = True
         seen &= chosen.repeat_interleave(page_size, dim=-1)[..., :num_tokens].transpose(0, 1)
     outputs = []

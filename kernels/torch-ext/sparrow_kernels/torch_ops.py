@@ -410,7 +410,7 @@ def teacher_forced_attention(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     keys, values = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
-    landmarks = None
+    landmarks = key.new_empty(0)
     if budgets is not None:
         full = num_tokens // page_size
         landmarks = key.detach()[: full * page_size].unflatten(0, (full, page_size)).float().mean(1)
