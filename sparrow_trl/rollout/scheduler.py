@@ -31,10 +31,7 @@ class Scheduler:
         self.order = {sequence: place for place, sequence in enumerate(sequences)}
         self.waiting = deque(sequences)
         self.running: list[Sequence] = []
-        self.prompts = {id(sequence.prompt): sequence.prompt for sequence in sequences}
-        self.unfinished = dict.fromkeys(self.prompts, 0)
-        for sequence in sequences:
-            self.unfinished[id(sequence.prompt)] += 1
+        self.unfinished = Counter(sequence.prompt for sequence in sequences)
         self.preemptions = 0
 
     @property
