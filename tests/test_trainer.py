@@ -17,6 +17,7 @@ from sparrow_trl import SparrowGRPOConfig, SparrowGRPOTrainer, SparsitySchedule
 from sparrow_trl.rollout import UnsupportedModelError
 from sparrow_trl.rollout.cache import PagedKVCache
 from sparrow_trl.rollout.sampler import Sampler
+from sparrow_trl.rollout.support import probe
 from tiny import tiny_config, tiny_model, tiny_tokenizer
 from training import (
     SPARSE,
@@ -220,6 +221,23 @@ def test_exact_attention_has_ratios_of_one(tmp_path, options, peft):
     assert logged(trainer, "sparrow/importance_ratio/mean") == pytest.approx([1.0] * 3, abs=tolerance / 10)
 
 
+def test_model_in_bf16(tmp_path):
+    model = tiny_model().to(torch.bfloat16)
+    trainer = make_trainer(tmp_path, arguments={"model": model}, sparse_schedule="dense", bf16=True)
+    before = weights(model)
+    trainer.train()
+    assert changed(before, model)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    assert logged(trainer, "sparrow/importance_ratio/mean") == pytest.approx([1.0, 1.0], abs=0.03)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="accelerate trains in fp16 on a GPU alone")
+def test_fp16(tmp_path):
+    trainer = make_trainer(tmp_path, sparse_schedule="dense", fp16=True, use_cpu=False)
+    trainer.train()
+    assert logged(trainer, "sparrow/importance_ratio/mean") == pytest.approx([1.0, 1.0], abs=0.03)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_lora_policy_trains_its_adapter_alone(tmp_path, checkpointing):
     model = tiny_model()
@@ -291,7 +309,8 @@ def test_truncated_completions_can_be_masked(tmp_path):
         RecordingTrainer,
         arguments={"processing_class": tokenizer},
         mask_truncated_completions=True,
-        generation_kwargs={"suppress_tokens": [tokenizer.eos_token_id]},
+        # TRL takes a completion that ends in padding for a finished one
+        generation_kwargs={"suppress_tokens": [tokenizer.eos_token_id, tokenizer.pad_token_id]},
     )
     before = weights(trainer.model)
     trainer.train()
@@ -318,7 +337,7 @@ def test_masked_completions_count_in_no_metric(tmp_path):
     trainer.train()
     ratios, policy = [], tiny_model()
     for prompt, completion, actor in zip(*trainer.rollouts[0], strict=True):
-        if completion[-1] in trainer.eos_token_ids:
+        if completion[-1] in (*trainer.eos_token_ids, trainer.processing_class.pad_token_id):
             ratios.append((plain_logprobs(policy, prompt, completion) - torch.tensor(actor)).exp())
     assert 0 < len(ratios) < 8
     ratios = torch.cat(ratios)
@@ -661,7 +680,12 @@ def test_options_arrive_at_the_engine(tmp_path):
 
 def test_support_check_can_be_left_out(tmp_path, monkeypatch):
     compared = []
-    monkeypatch.setattr("sparrow_trl.rollout.engine.probe", lambda model, compare: compared.append(compare) or 1)
+
+    def counting_probe(model, compare):
+        compared.append(compare)
+        return probe(model, compare)
+
+    monkeypatch.setattr("sparrow_trl.rollout.engine.probe", counting_probe)
     make_trainer(tmp_path)
     make_trainer(tmp_path, rollout_check_support=False)
     assert compared == [True, False]
