@@ -231,6 +231,21 @@ def test_model_in_bf16(tmp_path):
     assert logged(trainer, "sparrow/importance_ratio/mean") == pytest.approx([1.0, 1.0], abs=0.03)
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_one_autocast_context_spans_a_rollout(tmp_path, monkeypatch, bf16):
+    """Autocast drops its casts of the weights when the outermost context ends, which must not be at each token."""
+    trainer = make_trainer(tmp_path, bf16=bf16, max_steps=1)
+    generate, contexts = trainer.rollout_engine.generate, []
+
+    def watched(*args, **kwargs):
+        contexts.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.rollout_engine, "generate", watched)
+    trainer.train()
+    assert contexts == [(bf16, False)]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="accelerate trains in fp16 on a GPU alone")
 def test_fp16(tmp_path):
     trainer = make_trainer(tmp_path, sparse_schedule="dense", fp16=True, use_cpu=False)
