@@ -1,0 +1,1 @@
+"""Benchmarks that run all contenders in one process, check their results, and only then print a speed."""

@@ -1,0 +1,303 @@
+"""
+Whole rollouts side by side: completions of very unequal length, the same lengths for all contenders.
+
+`generate` runs the batch until its longest completion ends and feeds padding to those that ended before; only tokens
+that belong to completions count. The lengths are forced, since contenders draw different tokens: none has stop tokens,
+and each ends a completion by its own means.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from statistics import NormalDist, median
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from ..rollout import RolloutEngine, RolloutOutput
+from ..sparsity import SparsitySchedule
+from .checks import Gate, teacher_forced, token_logprobs
+from .measure import spread, timed
+
+
+NO_STOP_TOKEN = -1  # `None` would be filled from the model's generation config
+PAD_TOKEN = 0
+WARMUP_TOKENS = 4
+CPU_BATCH_TOKENS = 512  # of continuous batching, where it does not look at the GPU's memory
+
+
+def draw_lengths(count: int, median_length: int, longest: int, seed: int) -> list[int]:
+    """
+    `count` lengths from a log-normal distribution: its quantiles in the middle of `count` equal shares, with the spread
+    that makes the last one `longest`, in random order. So the median and the tail do not depend on luck.
+    """
+    normal = NormalDist()
+    quantiles = [normal.inv_cdf((index + 0.5) / count) for index in range(count)]
+    sigma = math.log(longest / median_length) / quantiles[-1] if count > 1 else 0.0
+    lengths = [max(1, round(median_length * math.exp(sigma * quantile))) for quantile in quantiles]
+    random.Random(seed).shuffle(lengths)
+    return lengths
+
+
+class RowLimits(StoppingCriteria):
+    """Ends each row of a batch after its own number of new tokens."""
+
+    def __init__(self, prompt_length: int, lengths: list[int], device: torch.device):
+        self.stop = torch.tensor(lengths, device=device) + prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return self.stop <= input_ids.shape[1]
+
+
+def sampling_config(max_new_tokens: int, eos_token_id: int | None = None) -> GenerationConfig:
+    """Plain sampling, as GRPO wants it."""
+    return GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=eos_token_id,
+        pad_token_id=PAD_TOKEN,
+    )
+
+
+def generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int]) -> list[int]:
+    """
+    transformers' `generate` on the whole batch.
+
+    Args:
+        prompts (`list[list[int]]`): of equal length.
+        lengths (`list[int]`): when each row ends.
+
+    Returns:
+        `list[int]`: the tokens of each row. A row that did not turn into padding when it should have counts as long as
+        the batch.
+    """
+    ids = torch.tensor(prompts, device=model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=sampling_config(max(lengths), NO_STOP_TOKEN),
+        stopping_criteria=StoppingCriteriaList([RowLimits(ids.shape[1], lengths, model.device)]),
+    )
+    new = output[:, ids.shape[1] :].tolist()
+    return [length if set(row[length:]) <= {PAD_TOKEN} else len(row) for row, length in zip(new, lengths, strict=True)]
+
+
+class OutOfTimeError(Exception):
+    """A contender was stopped after `seconds`. `tokens` are those of the completions it had finished."""
+
+    def __init__(self, message: str, seconds: float, tokens: int):
+        super().__init__(message)
+        self.seconds, self.tokens = seconds, tokens
+
+
+def continuous_batching(
+    model: PreTrainedModel, prompts: list[list[int]], lengths: list[int], limit: float
+) -> list[int]:
+    """
+    transformers' continuous batching, as TRL runs it with `use_transformers_continuous_batching=True`.
+
+    Returns:
+        `list[int]`: the tokens of each completion.
+
+    Raises:
+        OutOfTimeError: after `limit` seconds.
+        RuntimeError: where it gives up.
+    """
+    from transformers import ContinuousBatchingConfig
+
+    options: dict[str, Any] = {}
+    if model.device.type == "cpu":
+        # By default it would fill most of the machine's memory with zeros.
+        page_size = ContinuousBatchingConfig().page_size
+        pages = [-(-(len(prompt) + new) // page_size) + 1 for prompt, new in zip(prompts, lengths, strict=True)]
+        options = {"num_blocks": sum(pages), "max_batch_tokens": CPU_BATCH_TOKENS}
+    finished: dict[str, int] = {}
+    deadline = time.perf_counter() + limit
+    with model.continuous_batching_context_manager(
+        generation_config=sampling_config(max(lengths), NO_STOP_TOKEN),
+        continuous_batching_config=ContinuousBatchingConfig(**options),
+        timeout=60,
+    ) as manager:
+        names = [
+            manager.add_request(prompt, max_new_tokens=length, eos_token_id=NO_STOP_TOKEN)
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
+        while len(finished) < len(names):
+            result = manager.get_result(timeout=0.5)
+            if result is not None and result.is_finished():
+                if result.error is not None:
+                    raise RuntimeError(result.error)
+                finished[result.request_id] = len(result.generated_tokens)
+            elif result is None and not manager.is_running():
+                raise RuntimeError("its thread ended early")
+            if time.perf_counter() > deadline and len(finished) < len(names):
+                raise OutOfTimeError(
+                    f"stopped after {limit:.0f} s, with {len(finished)} of {len(names)} completions finished",
+                    limit,
+                    sum(finished.values()),
+                )
+    return [finished[name] for name in names]
+
+
+def rollout(engine: RolloutEngine, prompts: list[list[int]], lengths: list[int], seed: int) -> RolloutOutput:
+    """Our engine."""
+    return engine.generate(prompts, sampling_config(max(lengths)), seed=seed, max_new_tokens=lengths)
+
+
+def measure_rollouts(
+    model: PreTrainedModel,
+    exact_model: PreTrainedModel | None,
+    prompts: list[list[int]],
+    lengths: list[int],
+    schedules: dict[str, SparsitySchedule],
+    repeats: int,
+    with_continuous_batching: bool,
+    time_limit: float,
+    seed: int,
+    gate: Gate,
+    report: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """
+    Time whole rollouts of all contenders, one after the other in every repetition.
+
+    Args:
+        prompts (`list[list[int]]`): one a completion, of equal length.
+        lengths (`list[int]`): new tokens of each completion.
+        time_limit (`float`): continuous batching is stopped after so many times the time of `generate`.
+
+    Returns:
+        One entry a contender.
+
+    Raises:
+        CheckFailedError: where completions have wrong lengths or log-probabilities.
+    """
+    device = model.device
+    engines = {}
+    for name, schedule in schedules.items():
+        engines[name] = RolloutEngine(model, schedule, check_support=False, progress_bar=False)
+        engines[name].stop_token_ids = []
+    short = [WARMUP_TOKENS] * len(lengths)
+    report("rollouts: warm-up")
+    generate(model, prompts, short)
+    for engine in engines.values():
+        rollout(engine, prompts, short, seed)
+
+    other = _ContinuousBatching(model, prompts, lengths, time_limit, gate) if with_continuous_batching else None
+    seconds: dict[str, list[float]] = {"generate": [], **{name: [] for name in engines}}
+    outputs: dict[str, RolloutOutput] = {}
+    for repetition in range(repeats):
+        label = f"rollouts, {repetition + 1} of {repeats}:"
+        report(f"{label} generate")
+        elapsed, found = timed(device, generate, model, prompts, lengths)
+        seconds["generate"].append(elapsed)
+        gate.equal("lengths of generate", found, lengths)
+        if other is not None:
+            report(f"{label} continuous batching")
+            other.measure(elapsed)
+        for name, engine in engines.items():
+            report(f"{label} {name}")
+            elapsed, outputs[name] = timed(device, rollout, engine, prompts, lengths, seed)
+            seconds[name].append(elapsed)
+            gate.equal(f"lengths of {name}", [len(ids) for ids in outputs[name].completion_ids], lengths)
+    for name, output in outputs.items():
+        report(f"rollouts: checking {name}")
+        _check_logprobs(model, exact_model, name, schedules[name], prompts, output, gate)
+
+    base = median(seconds["generate"])
+    rows = []
+    for name, measured in seconds.items():
+        row = _row(name, measured, sum(lengths), base)
+        if name in outputs:
+            row["stats"] = outputs[name].stats.to_dict()
+        rows.append(row)
+    if other is not None:
+        rows.insert(1, other.row(base))
+    return rows
+
+
+def _row(name: str, seconds: list[float], tokens: int, base: float) -> dict[str, Any]:
+    times = spread(seconds)
+    speed = tokens / times["median"]
+    return {
+        "contender": name,
+        **times,
+        "tokens": tokens,
+        "tokens_per_second": speed,
+        "speedup": base / times["median"],
+    }
+
+
+class _ContinuousBatching:
+    """Measures it until it fails or runs out of time, which then is its result."""
+
+    def __init__(
+        self, model: PreTrainedModel, prompts: list[list[int]], lengths: list[int], time_limit: float, gate: Gate
+    ):
+        self.model, self.prompts, self.lengths, self.gate = model, prompts, lengths, gate
+        self.time_limit = time_limit
+        self.seconds: list[float] = []
+        self.failure: Exception | None = None
+
+    def measure(self, base: float) -> None:
+        """One rollout, cut off after `time_limit` times `base` seconds."""
+        if self.failure is not None:
+            return
+        limit = self.time_limit * base
+        try:
+            if not self.seconds:
+                continuous_batching(self.model, self.prompts[:2], [WARMUP_TOKENS] * 2, limit)
+            elapsed, found = timed(
+                self.model.device, continuous_batching, self.model, self.prompts, self.lengths, limit
+            )
+            self.gate.equal("lengths of continuous batching", found, self.lengths)
+            self.seconds.append(elapsed)
+        except Exception as error:  # it is not ours: whatever it raises is why it is not available here
+            self.failure = error
+
+    def row(self, base: float) -> dict[str, Any]:
+        name, tokens = "continuous batching", sum(self.lengths)
+        if self.failure is None:
+            return _row(name, self.seconds, tokens, base)
+        if isinstance(self.failure, OutOfTimeError):
+            speed = self.failure.tokens / self.failure.seconds
+            return {
+                "contender": name,
+                "tokens": self.failure.tokens,
+                "tokens_per_second": speed,
+                "speedup": speed * base / tokens,
+                "note": str(self.failure),
+            }
+        return {"contender": name, "note": f"not available here: {type(self.failure).__name__}: {self.failure}"}
+
+
+def _check_logprobs(
+    model: PreTrainedModel,
+    exact_model: PreTrainedModel | None,
+    name: str,
+    schedule: SparsitySchedule,
+    prompts: list[list[int]],
+    output: RolloutOutput,
+    gate: Gate,
+) -> None:
+    """Compare the reported log-probabilities of the longest and the shortest completion with a forward over them."""
+    by_length = sorted(range(len(prompts)), key=lambda index: len(output.completion_ids[index]))
+    chosen = {by_length[0], by_length[-1]}
+
+    def expected(reference: PreTrainedModel) -> torch.Tensor:
+        rows = []
+        for index in chosen:
+            completion = output.completion_ids[index]
+            logits = teacher_forced(reference, schedule, prompts[index] + completion, len(prompts[index]))
+            rows.append(token_logprobs(logits, completion).cpu())
+        return torch.cat(rows)
+
+    sampled = torch.cat([torch.tensor(output.logprobs[index]) for index in chosen])
+    label = f"log-probabilities of the rollout with {name}, against one forward"
+    gate.compare(label, sampled, expected(model), None if exact_model is None else expected(exact_model))

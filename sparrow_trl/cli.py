@@ -1,0 +1,76 @@
+"""The command `sparrow`. Imports stay inside the commands, so that `--help` and mistakes answer at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from . import __version__
+from .benchmark.options import RolloutOptions, add_arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Entry point of `sparrow`.
+
+    Args:
+        argv (`list[str]`, *optional*): arguments; by default those of the process.
+
+    Returns:
+        `int`: exit status: 0; 1 for a refusal or a failed check; 2 for a mistake in the arguments.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(argv)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars of transformers, between our lines
+    return args.run(args, argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sparrow", description="Sparse rollouts for GRPO: tools.")
+    parser.add_argument("--version", action="version", version=f"sparrow-trl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is installed, what runs here, and what a model supports",
+        description="Versions, devices and kernels; with a model also whether sparse rollouts support it, which layers "
+        "would be sparse, and what its KV cache takes. The exit status is not 0 where something is refused.",
+    )
+    doctor.add_argument("model", nargs="?", metavar="MODEL", help="model name or path")
+    doctor.add_argument("--probe", action="store_true", help="load the model, and compare a short decode with it")
+    doctor.set_defaults(run=_run_doctor)
+
+    bench = commands.add_parser("bench", help="measure")
+    benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    rollout = benchmarks.add_parser(
+        "rollout",
+        usage="%(prog)s [options]",
+        help="sparse against dense rollouts: decode steps, and completions of unequal length",
+        description="HF generate, transformers' continuous batching and this package's engine, dense and sparse, side "
+        "by side in one run. Nothing is printed unless all of them compute the same.",
+    )
+    add_arguments(rollout)
+    rollout.set_defaults(run=_run_bench_rollout, parser=rollout)
+    return parser
+
+
+def _run_doctor(args: argparse.Namespace, argv: list[str]) -> int:
+    from .doctor import main as run
+
+    return run(args.model, probe_model=args.probe)
+
+
+def _run_bench_rollout(args: argparse.Namespace, argv: list[str]) -> int:
+    try:
+        options = RolloutOptions.from_args(args)
+    except ValueError as error:
+        args.parser.error(str(error))
+    from .benchmark.rollout import main as run
+
+    return run(options, args.json, ["sparrow", *argv])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
