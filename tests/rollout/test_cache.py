@@ -119,6 +119,7 @@ TableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=3
 TestTable = TableMachine.TestCase
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
 def test_popping_all_pages_leaves_an_empty_table(pages):
     table = PageTable()

@@ -345,6 +345,7 @@ def test_the_fewest_pages_that_fit_are_enough():
         fewest = -(-(length + 20) // 4) + bool(length % 4)
         output = engine_of(model, max_pages=fewest).generate(prompts, sampling(20))
         assert [len(completion) for completion in output.completion_ids] == [20] * 3
+        assert output.stats.prefill_tokens == length  # the prompt is not dropped for its own completions
         with pytest.raises(ValueError, match="cannot fit"):
             engine_of(model, max_pages=fewest - 1).generate(prompts, sampling(20))
 
