@@ -51,7 +51,8 @@ docs: .venv/dev.stamp
 	@echo "The site is in site/index.html"
 
 clean:
-	rm -rf .venv .venv-oldest site build dist bench.json .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_generated
+	rm -rf .venv .venv-oldest site build dist bench.json .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	git clean -fdXq docs/_generated
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/torch.stamp: .ci/install_torch.py

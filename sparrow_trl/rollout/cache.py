@@ -137,6 +137,7 @@ class PagedKVCache:
             landmarks[:, target] = landmarks[:, source]
 
     @property
-    def page_numel(self) -> int:
-        """Numbers in one page, its landmarks included, over all layers that have stored something."""
-        return sum(tensor[:, 0].numel() for layer in self.layers.values() for tensor in layer)
+    def numel(self) -> tuple[int, int]:
+        """Numbers that one token, and one page (its landmarks), take over all layers that have stored something."""
+        tokens = sum(tensor[:, 0, 0].numel() for layer in self.layers.values() for tensor in layer[:2])
+        return tokens, sum(landmarks[:, 0].numel() for _, _, landmarks in self.layers.values())

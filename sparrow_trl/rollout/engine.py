@@ -22,7 +22,7 @@ from .sampler import Sampler
 from .scheduler import Scheduler
 from .sequence import Prompt, Sequence, random_stream
 from .step import Piece
-from .support import PROBE_PAGE_SIZE, check_model_config, probe
+from .support import check_model_config, probe
 
 
 logger = logging.get_logger(__name__)
@@ -85,8 +85,12 @@ class RolloutEngine:
     ):
         if not 0.0 < memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction={memory_fraction} must be above 0 and at most 1.")
-        for name, value in (("max_num_seqs", max_num_seqs), ("prefill_chunk_size", prefill_chunk_size)):
-            if value < 1:
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("prefill_chunk_size", prefill_chunk_size),
+            ("max_pages", max_pages),
+        ):
+            if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
         self.model, self.schedule = model, schedule
         self.stop_token_ids = _stop_ids(model, stop_token_ids)
@@ -94,7 +98,7 @@ class RolloutEngine:
         self.prefill_chunk_size, self.max_pages = prefill_chunk_size, max_pages
         self.progress_bar = progress_bar
         check_model_config(model)
-        self._page_numel, self._dtype = probe(model, compare=check_support)
+        self._token_numel, self._page_numel, self._dtype = probe(model, compare=check_support)
         self._warned_length = False
 
     def generate(
@@ -115,7 +119,7 @@ class RolloutEngine:
             prompts (`list[list[int]]`):
                 Token ids, without padding; lengths may differ.
             generation_config (`GenerationConfig`, *optional*):
-                Sampling options, as in `generate`; `max_new_tokens` defaults to 512. An option that is `None` is off.
+                Sampling options, as in `generate`; without `max_new_tokens` and `max_length`, up to 512 new tokens. An option that is `None` is off.
                 Without a config: sampling at temperature 1 from the full distribution.
             seed (`int`, *optional*, defaults to `0`):
                 Seed of the random streams.
@@ -135,14 +139,20 @@ class RolloutEngine:
         """
         started = time.perf_counter()
         config = generation_config or GenerationConfig(do_sample=True)
+        if seed < 0:
+            raise ValueError(f"seed={seed} must not be negative.")
         if max_new_tokens is None:
-            limit = config.max_new_tokens if config.max_new_tokens is not None else 512
-            max_new_tokens = [limit] * len(prompts)
+            if config.max_new_tokens is None and config.max_length is not None:
+                max_new_tokens = [config.max_length - len(prompt) for prompt in prompts]
+            else:
+                max_new_tokens = [512 if config.max_new_tokens is None else config.max_new_tokens] * len(prompts)
         stop_ids = sorted({*self.stop_token_ids, *_as_list(config.eos_token_id)})
         sampler = Sampler(config, stop_ids)
-        keep_top = (
-            set(range(len(prompts)) if top_logprobs_for is None else top_logprobs_for) if top_logprobs else set()
-        )
+        keep_top: set[int] = set()
+        if top_logprobs:
+            keep_top.update(range(len(prompts)) if top_logprobs_for is None else top_logprobs_for)
+        if not keep_top <= set(range(len(prompts))):
+            raise ValueError(f"top_logprobs_for={sorted(keep_top)} names prompts outside 0..{len(prompts) - 1}.")
         sequences = self._make_sequences(prompts, max_new_tokens, seed, keep_top)
         stats = RolloutStats(prompt_tokens=sum(len(prompt) for prompt in prompts))
         if not sequences:
@@ -209,6 +219,12 @@ class RolloutEngine:
         Returns:
             `list[torch.Tensor]`: float32, one number per completion token.
         """
+        for index, (token_ids, prompt_length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+            if not 0 < prompt_length < len(token_ids):
+                raise ValueError(
+                    f"The sequence at index {index} has {len(token_ids)} tokens and prompt_length={prompt_length}; both "
+                    "prompt and completion need at least one token."
+                )
         device = next(self.model.parameters()).device
         results = []
         with rollout_mode(self.model):
@@ -284,9 +300,9 @@ class RolloutEngine:
             free = torch.cuda.mem_get_info(device)[0]
         else:
             free = psutil.virtual_memory().available
-        page_bytes = self._page_numel * dtype.itemsize * page_size / PROBE_PAGE_SIZE
+        page_bytes = (self._token_numel * page_size + self._page_numel) * dtype.itemsize
         affordable = int(free * self.memory_fraction / page_bytes)
-        return min(wanted, affordable, self.max_pages or wanted)
+        return min(wanted, affordable, wanted if self.max_pages is None else self.max_pages)
 
     def _check_fits(self, sequences: list[Sequence], num_pages: int) -> None:
         page_size = self.schedule.page_size
@@ -297,8 +313,8 @@ class RolloutEngine:
                 raise ValueError(
                     f"The sequence at index {sequence.index} cannot fit in the KV cache: {length} prompt tokens and up "
                     f"to {sequence.max_new_tokens} new ones need {needed} pages of {page_size} tokens, the cache has "
-                    f"{num_pages}. Raise `rollout_memory_fraction` (now {self.memory_fraction}), or lower "
-                    "`max_completion_length` or the prompt's length."
+                    f"{num_pages}. Raise `rollout_memory_fraction` (now {self.memory_fraction}) or `max_pages` (now "
+                    f"{self.max_pages}), or lower `max_completion_length` or the prompt's length."
                 )
 
     def _prefill(self, runner: ModelRunner, scheduler: Scheduler, admitted: list[Sequence], stats: RolloutStats):

@@ -30,6 +30,7 @@ class ModelRunner:
         self.device = next(model.parameters()).device
         self.work = torch_ops.Workspace()
         self.kv_bytes_read = self.kv_bytes_dense = 0
+        self.windows: dict[int, int | None] = {}  # sliding window of each layer, as the model passes it
         causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._picks_logits = "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
 
@@ -57,6 +58,7 @@ class ModelRunner:
         ).logits[0]
         if not self._picks_logits:
             logits = logits[kept]
+        self.windows = step.windows
         self.kv_bytes_read += step.kv_bytes_read
         self.kv_bytes_dense += step.kv_bytes_dense
         return logits.float()

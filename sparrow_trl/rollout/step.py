@@ -69,6 +69,7 @@ class PagedStep:
         self.full_pages = torch.from_numpy(full).to(device) if len(full) else None
         self.single = all(len(piece.token_ids) == 1 for piece in pieces)
         self._plans: dict = {}
+        self.windows: dict[int, int | None] = {}
         self._count_reads()
 
     def _count_reads(self) -> None:
@@ -88,6 +89,7 @@ class PagedStep:
         self.sparse_landmarks = int(candidates.sum())
 
     def attend(self, layer, query, key, value, *, scaling, sliding_window, softcap):
+        self.windows[layer] = sliding_window
         key_pages, value_pages, landmarks = self.cache.layer(layer, key, value)
         selects = not (self.schedule.is_dense or layer in self.schedule.dense_layers or sliding_window is not None)
         torch_ops.store_kv(

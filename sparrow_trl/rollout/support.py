@@ -57,6 +57,18 @@ def check_model_config(model_or_config: PreTrainedModel | PretrainedConfig) -> N
     for name, peft_config in (peft_configs or {}).items():
         if getattr(peft_config, "is_prompt_learning", False):
             refuse(f"its PEFT adapter '{name}' ({peft_config.peft_type}) puts virtual tokens before the prompt")
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(
+        text_config, "original_max_position_embeddings", None
+    )
+    longest = getattr(text_config, "max_position_embeddings", None)
+    if rope.get("rope_type") == "longrope" and original and longest and longest > original:
+        refuse(
+            f"its rotary embedding (longrope) turns all keys differently once a sequence of the batch is longer than "
+            f"{original} tokens; with max_position_embeddings={original} it is supported"
+        )
+    if not getattr(text_config, "is_moe", True):
+        return
     for attribute in ("num_experts", "num_local_experts", "n_routed_experts"):
         if (getattr(text_config, attribute, None) or 0) > 1:
             logger.warning_once(
@@ -65,7 +77,26 @@ def check_model_config(model_or_config: PreTrainedModel | PretrainedConfig) -> N
             )
 
 
-def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, torch.dtype]:
+def _check_windows(config: PretrainedConfig, found: dict[int, int | None]) -> None:
+    """
+    Refuse models whose layers slide by their config, but do not tell the attention function so (only the mask they make
+    does), where the window is too long for the comparison of logits to notice.
+    """
+    window = getattr(config, "sliding_window", None)
+    if not window or window <= LONGEST_PROBED_WINDOW:
+        return
+    slides = getattr(config, "use_sliding_window", True)
+    kinds = getattr(config, "layer_types", None)
+    for layer, passed in sorted(found.items()):
+        expected = window if (kinds[layer] == "sliding_attention" if kinds else slides) else None
+        if passed != expected:
+            raise UnsupportedModelError(
+                f"Sparse rollouts do not support '{config.model_type}' models with sliding_window={window}: layer {layer} "
+                f"passes sliding_window={passed} to its attention function, where its config says {expected}. {HINT}"
+            )
+
+
+def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, int, torch.dtype]:
     """
     Run a short random prompt through the paged path (prefill, then single tokens, dense schedule) and compare its
     logits with the model's own forward.
@@ -74,8 +105,8 @@ def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, torch.dtyp
         compare (`bool`, *optional*, defaults to `True`): whether to compare; without, only shapes are learnt.
 
     Returns:
-        `tuple[int, torch.dtype]`: numbers that the KV cache keeps for one page of 16 tokens over all layers, landmarks
-        included, and the dtype of the keys.
+        `tuple[int, int, torch.dtype]`: numbers that the KV cache keeps over all layers for one token, and for one page
+        on top (its landmarks), and the dtype of the keys.
 
     Raises:
         UnsupportedModelError: where attention layers are not reached or the logits differ.
@@ -114,6 +145,7 @@ def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, torch.dtyp
             f"Sparse rollouts do not support '{config.model_type}' models ({type(model).__name__}): a trial decode "
             f"failed with {type(error).__name__}: {error} {HINT}"
         ) from error
+    _check_windows(config, runner.windows)
     layers = config.num_hidden_layers
     if len(cache.layers) < layers:
         raise UnsupportedModelError(
@@ -134,4 +166,4 @@ def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, torch.dtyp
                 f"decode differ from the model's own forward by {difference:.2g} (relative norm; limit {tolerance:g}). "
                 f"{HINT}"
             )
-    return cache.page_numel, cache.layers[0][0].dtype
+    return *cache.numel, cache.layers[0][0].dtype

@@ -133,7 +133,7 @@ def test_popping_all_pages_leaves_an_empty_table(pages):
 def test_cache_makes_each_layer_in_the_shape_of_its_keys(dtype):
     cache = PagedKVCache(6, 4, dtype)
     shapes = {0: (2, 8, 8), 3: (1, 5, 7)}  # layer -> KV heads, width of keys, width of values
-    size = 0
+    per_token = per_page = 0
     for layer, (heads, key_dim, value_dim) in shapes.items():
         key, value = torch.zeros(3, heads, key_dim), torch.zeros(3, heads, value_dim)
         pages = cache.layer(layer, key, value)
@@ -144,8 +144,9 @@ def test_cache_makes_each_layer_in_the_shape_of_its_keys(dtype):
         ]
         assert all(tensor.dtype == (dtype or torch.float32) and not tensor.any() for tensor in pages)
         assert cache.layer(layer, key, value)[0] is pages[0]
-        size += heads * (4 * (key_dim + value_dim) + key_dim)
-    assert cache.page_numel == size
+        per_token += heads * (key_dim + value_dim)
+        per_page += heads * key_dim
+    assert cache.numel == (per_token, per_page)
 
 
 def test_copy_page_copies_every_layer_and_nothing_else():

@@ -15,6 +15,11 @@ The method (pages, landmarks, sink and recent pages, one choice of pages per seq
 import torch
 
 
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def store_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -25,7 +30,7 @@ def store_kv(
 ) -> None:
     """
     Write the keys and values of new tokens into their pages, in place. A page whose last slot is written gets its
-    landmark: the mean of its keys, accumulated in float32.
+    landmark: the mean of its keys, accumulated in float32 at least.
 
     Args:
         key, value (`torch.Tensor`): `(num_tokens, num_kv_heads, head_dim)`, keys after the rotary embedding.
@@ -40,7 +45,7 @@ def store_kv(
     for slot in slots.tolist():
         page, offset = divmod(slot, page_size)
         if offset == page_size - 1:
-            landmarks[:, page] = key_pages[:, page].float().mean(1).to(landmarks.dtype)
+            landmarks[:, page] = _widen(key_pages[:, page]).mean(1).to(landmarks.dtype)
 
 
 def select_pages(
@@ -124,10 +129,10 @@ def paged_attention(
         for head in range(num_heads):
             kv_head = head // group
             visible = seen[kv_head]
-            scores = (query[i, head].float() * keys[kv_head][visible].float()).sum(-1) * scaling
+            scores = (_widen(query[i, head]) * _widen(keys[kv_head][visible])).sum(-1) * scaling
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            out[i, head] = (scores.softmax(-1)[:, None] * values[kv_head][visible].float()).sum(0).to(query.dtype)
+            out[i, head] = (scores.softmax(-1)[:, None] * _widen(values[kv_head][visible])).sum(0).to(query.dtype)
     return out
 
 
@@ -168,16 +173,16 @@ def teacher_forced_attention(
         num_pages = -(-num_tokens // page_size)
         padding = num_pages * page_size - num_tokens
         pages = torch.nn.functional.pad(key.detach(), (0, 0, 0, 0, 0, padding)).unflatten(0, (num_pages, page_size))
-        landmarks = pages.float().mean(1).to(key.dtype).transpose(0, 1)
+        landmarks = _widen(pages).mean(1).to(key.dtype).transpose(0, 1)
         identity = torch.arange(num_pages, device=query.device).expand(num_tokens, -1)
         chosen = select_pages(query.detach(), landmarks, identity, index, budgets, page_size, sink_pages, recent_pages)
         chosen[:prompt_length] = True
         seen &= chosen.repeat_interleave(page_size, dim=-1)[..., :num_tokens].transpose(0, 1)
     outputs = []
     for head in range(num_heads):
-        scores = query[:, head].float() @ key[:, head // group].float().T * scaling
+        scores = _widen(query[:, head]) @ _widen(key[:, head // group]).T * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         weights = scores.masked_fill(~seen[head // group], float("-inf")).softmax(-1)
-        outputs.append((weights @ value[:, head // group].float()).to(query.dtype))
+        outputs.append((weights @ _widen(value[:, head // group])).to(query.dtype))
     return torch.stack(outputs, dim=1)
