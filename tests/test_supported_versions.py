@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PINS = dict(
-    line.split("==") for line in (ROOT / ".ci/oldest.txt").read_text().splitlines() if line and not line.startswith("#")
+    line.split("==")
+    for line in (ROOT / ".ci/oldest.txt").read_text().splitlines()
+    if line and not line.startswith("#")
 )
 
 

@@ -140,7 +140,7 @@ class EngineStep:
         self.kv_bytes = 0
 
     def mode(self) -> AbstractContextManager:
-        return rollout_mode(self.model)
+        return rollout_mode(self.model, packed=True)
 
     def __call__(self, tokens: list[int]) -> torch.Tensor:
         before = self.runner.kv_bytes_read

@@ -174,7 +174,7 @@ class RolloutEngine:
             delay=0 if self.progress_bar else PROGRESS_BAR_DELAY,
             leave=False,
         )
-        with rollout_mode(self.model), bar:
+        with rollout_mode(self.model, packed=True), bar:
             while not scheduler.is_done:
                 admitted = scheduler.admit()
                 if admitted:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..attention import ATTENTION_NAME
+from .packing import packed_linears
 
 
 @contextmanager
-def rollout_mode(model: PreTrainedModel, attention: str | None = ATTENTION_NAME) -> Iterator[None]:
+def rollout_mode(
+    model: PreTrainedModel, attention: str | None = ATTENTION_NAME, packed: bool = False
+) -> Iterator[None]:
     """
     Evaluation mode, no gradients and the attention implementation `attention` (`None` leaves the model's own) inside
     the context. On leaving it, also by an exception, training flags, attention implementations and `requires_grad`
-    are what they were; weights, dtypes and adapters are never touched.
+    are what they were; weights, dtypes and adapters are never touched. With `packed`, linear layers are packed meanwhile
+    (see [`~sparrow_trl.rollout.packing.packed_linears`]), which pays where many tokens are decoded.
 
     Under autocast, frozen weights are marked as trainable meanwhile: autocast keeps the cast copy of a weight from one
     forward to the next only if it requires a gradient, and would cast the base of a LoRA policy anew at every token.
@@ -29,8 +33,9 @@ def rollout_mode(model: PreTrainedModel, attention: str | None = ATTENTION_NAME)
     }
     implementations = [(config, config._attn_implementation) for config in configs.values()]
     device_type = next(model.parameters()).device.type
-    frozen = []
+    frozen, dtype = [], None
     if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
         frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point() and p.is_leaf]
     try:
         model.eval()
@@ -39,7 +44,7 @@ def rollout_mode(model: PreTrainedModel, attention: str | None = ATTENTION_NAME)
         if attention is not None:
             for config in configs.values():
                 config._attn_implementation = attention
-        with torch.no_grad():
+        with torch.no_grad(), packed_linears(model, dtype) if packed else nullcontext():
             yield
     finally:
         for config, implementation in implementations:
