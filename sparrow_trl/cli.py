@@ -19,12 +19,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`list[str]`, *optional*): arguments; by default those of the process.
 
     Returns:
-        `int`: exit status: 0; 1 for a refusal or a failed check; 2 for a mistake in the arguments.
+        `int`: exit status: 0; 1 for a refusal or a failed check; 2 for a mistake in the arguments; 130 if
+        interrupted.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(argv)
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars of transformers, between our lines
-    return args.run(args, argv)
+    try:
+        return args.run(args, argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

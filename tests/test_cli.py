@@ -75,6 +75,14 @@ def test_mistakes_in_the_options(capsys, argv, said):
     assert said in err
 
 
+def test_an_interrupt_is_no_traceback(capsys, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparrow_trl.doctor.main", interrupt)
+    assert run(capsys, "doctor") == (130, "", "interrupted ")
+
+
 def test_schedules_and_budgets_are_collected():
     def schedules(*argv):
         return RolloutOptions.from_args(_parser().parse_args(["bench", "rollout", *argv])).schedules

@@ -50,7 +50,7 @@ class RolloutOptions:
     longest_length: int = 600
     repeats: int = 1
     continuous_batching: bool = True
-    time_limit: float = 2.0
+    time_limit: float = 1.0
     text: Path | None = None
     seed: int = 0
 
