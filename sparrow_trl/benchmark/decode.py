@@ -8,6 +8,7 @@ gets another next token. A step does not change the state: every repetition is t
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -140,7 +141,7 @@ class EngineStep:
         self.kv_bytes = 0
 
     def mode(self) -> AbstractContextManager:
-        return rollout_mode(self.model, packed=True)
+        return rollout_mode(self.model)
 
     def __call__(self, tokens: list[int]) -> torch.Tensor:
         before = self.runner.kv_bytes_read
@@ -187,6 +188,8 @@ def measure_steps(
         CheckFailedError: where a step computes something wrong.
     """
     device = model.device
+    # A second model on the same weights, which stays in the engine's mode while `generate` has the first.
+    engine_model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     tokens = [past.token_ids[(row * 37) % len(past.token_ids)] for row in range(batch)]
     steps: dict[tuple[int, str], Step] = {}
     exact: dict[int, torch.Tensor] = {}
@@ -197,28 +200,24 @@ def measure_steps(
         steps[context, "generate"] = GenerateStep(model, past, context, batch)
         pool, tables = lay_out(past, [context] * batch, room=1)
         for name, schedule in schedules.items():
-            steps[context, name] = EngineStep(model, schedule, pool, tables, [context] * batch)
+            steps[context, name] = EngineStep(engine_model, schedule, pool, tables, [context] * batch)
 
     bandwidth = Bandwidth(device)
     seconds: dict[tuple[int, str], list[float]] = {key: [] for key in steps}
     order = list(steps)
-    for repetition in range(-warmup, repeats):
-        report(
-            f"decode steps: repetition {repetition + 1} of {repeats}" if repetition >= 0 else "decode steps: warm-up"
-        )
-        bandwidth.measure()
-        logits = {}
-        for key in order:
-            step = steps[key]
-            with step.mode():
-                elapsed, logits[key] = timed(device, step, tokens)
-            step.rewind()
+    with rollout_mode(engine_model, packed=True):
+        for repetition in range(-warmup, repeats):
+            report(f"decode steps: {'warm-up' if repetition < 0 else f'repetition {repetition + 1} of {repeats}'}")
+            bandwidth.measure()
+            results = {key: _run(steps[key], tokens, device) for key in order}
+            order.append(order.pop(0))
             if repetition >= 0:
-                seconds[key].append(elapsed)
-        order.append(order.pop(0))
-        if repetition in (-warmup, repeats - 1):
-            for context in contexts:
-                _check_step(gate, context, logits[context, "dense"], logits[context, "generate"], exact.get(context))
+                for key, (elapsed, _) in results.items():
+                    seconds[key].append(elapsed)
+            if repetition in (-warmup, repeats - 1):
+                for context in contexts:
+                    found, expected = (results[context, name][1] for name in ("dense", "generate"))
+                    _check_step(gate, context, found, expected, exact.get(context))
 
     copy_speed = bandwidth.summary()["copy"]
     weights = weight_bytes(model, batch)
@@ -245,6 +244,14 @@ def measure_steps(
             }
         )
     return {"steps": rows, "growth": _growth(rows), "bandwidth": bandwidth.summary()}
+
+
+def _run(step: Step, tokens: list[int], device: torch.device) -> tuple[float, torch.Tensor]:
+    """Seconds and logits of one step."""
+    with step.mode():
+        result = timed(device, step, tokens)
+    step.rewind()
+    return result
 
 
 def _exact_logits(exact_model: PreTrainedModel, past: Past, context: int, tokens: list[int]) -> torch.Tensor:
@@ -310,7 +317,7 @@ def check_sparse(
     pool, tables = lay_out(past, lengths, room=CHECKED_TOKENS)
     runner = ModelRunner(model, schedule, pool)
     found = []
-    with rollout_mode(model):
+    with rollout_mode(model, packed=True):
         for place in range(CHECKED_TOKENS):
             pieces = [
                 Piece(table, length + place, [past.token_ids[length + place]])
