@@ -11,7 +11,6 @@ times a zero weight is a NaN.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -210,8 +209,6 @@ def attend_rows(
     page_size, head_dim = key_pages.shape[2:]
     group = query.shape[1] // num_kv_heads
     grouped = _pad_odd(query.view(num_queries, num_kv_heads, group, head_dim))
-    use_bmm = query.dtype == torch.bfloat16 and query.device.type == "cpu" and softcap is None
-    attention = _bmm_attention if use_bmm else partial(masked_attention, softcap=softcap)
     keys_flat = key_pages.view(-1, page_size * head_dim)
     values_flat = value_pages.view(-1, page_size * value_pages.shape[-1])
     per_query = num_kv_heads * chosen * page_size * head_dim * query.element_size()
@@ -226,32 +223,17 @@ def attend_rows(
         torch.index_select(keys_flat, 0, flat, out=keys)
         torch.index_select(values_flat, 0, flat, out=values)
         outputs.append(
-            attention(
+            masked_attention(
                 grouped[start : start + step],
                 keys.view(count, num_kv_heads, chosen * page_size, head_dim),
                 values.view(count, num_kv_heads, chosen * page_size, value_pages.shape[-1]),
                 token_mask[start : start + step],
                 scaling=scaling,
+                softcap=softcap,
             )
         )
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out[:, :, :group].reshape(num_queries, -1, value_pages.shape[-1])
-
-
-def _bmm_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, *, scaling: float
-) -> torch.Tensor:
-    """
-    [`masked_attention`] for a few bfloat16 queries a head, a third faster on a CPU than the fused kernel there. A
-    product in bfloat16 rounds the scores to 8 bits, so a second one computes what was rounded off: together 16 bits.
-    """
-    batch, num_heads, rows, head_dim = query.shape
-    queries, keys = query.flatten(0, 1), key.flatten(0, 1).mT
-    high = torch.bmm(queries, keys)
-    low = torch.baddbmm(high, queries, keys, beta=-1)
-    scores = high.float().add_(low).mul_(scaling).view(batch, num_heads, rows, -1).add_(mask)
-    weights = scores.softmax(-1).to(query.dtype).flatten(0, 1)
-    return torch.bmm(weights, value.flatten(0, 1)).view(batch, num_heads, rows, -1)
 
 
 def _pad_odd(query: torch.Tensor) -> torch.Tensor:
