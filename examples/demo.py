@@ -31,7 +31,9 @@ class DemoArguments:
     output_dir: str = field(default="demo-output", metadata={"help": "Where the trained model goes."})
     steps: int = field(default=6, metadata={"help": "Training steps."})
     prompt_tokens: int = field(default=450, metadata={"help": "Tokens of the passage in a prompt, about."})
-    budget: int = field(default=12, metadata={"help": "Scored pages of 16 tokens that a query keeps, beside 3 others."})
+    budget: int = field(
+        default=12, metadata={"help": "Scored pages of 16 tokens that a query keeps, beside 3 others."}
+    )
     compare_tokens: int = field(
         default=2000, metadata={"help": "Prompt tokens of the rollouts that compare dense and sparse."}
     )
@@ -75,7 +77,9 @@ def compare_rollouts(
     """Decode the same prompts under each schedule, and time it."""
     prompts = [tokenizer(passage)["input_ids"] for passage in passages(tokenizer, num_tokens, 4)]
     config = GenerationConfig(do_sample=True, max_new_tokens=32, min_new_tokens=32)
-    table = Table(title=f"Rollouts, {len(prompts)} prompts of {num_tokens} tokens, {config.max_new_tokens} new tokens each")
+    table = Table(
+        title=f"Rollouts, {len(prompts)} prompts of {num_tokens} tokens, {config.max_new_tokens} new tokens each"
+    )
     for column in ("rollout", "decode tokens/s", "against dense", "share of KV read"):
         table.add_column(column, justify="right")
     dense_speed = None
@@ -135,7 +139,10 @@ def main() -> None:
             steps.add_row(*(f"{log[name]:.4g}" for name in columns))
     console.print(steps)
 
-    schedules = {"dense": SparsitySchedule.dense(), f"sparse ({args.sparse_schedule})": trainer.rollout_engine.schedule}
+    schedules = {
+        "dense": SparsitySchedule.dense(),
+        f"sparse ({args.sparse_schedule})": trainer.rollout_engine.schedule,
+    }
     console.print(compare_rollouts(trainer.rollout_engine, tokenizer, arguments.compare_tokens, schedules))
     console.print(f"Measured on {torch.get_num_threads()} CPU threads in float32, in this run.")
     console.print(f"The trained model, the dense policy, is in {args.output_dir}: load it with from_pretrained.")

@@ -59,8 +59,8 @@ class SparrowGRPOConfig(GRPOConfig):
         rollout_prefill_chunk_size (`int`, *optional*, defaults to `1024`):
             Prompt tokens that one forward pass of the prefill takes. Lower it if the prefill runs out of memory.
         rollout_progress_bar (`bool`, *optional*):
-            Whether to show a progress bar of the tokens of a rollout. If `None`, it appears on the main process once a
-            rollout takes long.
+            Whether to show a progress bar of the completions of a rollout. If `None`, it appears on the main process
+            once a rollout takes long, unless `disable_tqdm=True`.
         rollout_check_support (`bool`, *optional*, defaults to `True`):
             Whether to decode a short random prompt when the trainer is built and compare with the model's plain
             forward pass, so that an architecture on which the engine would be wrong is refused.
@@ -73,7 +73,8 @@ class SparrowGRPOConfig(GRPOConfig):
     > The parameters `vllm_importance_sampling_*` apply to sparse rollouts as they do to vLLM's: the sparse actor that
     > samples is not the dense policy that is trained, so each token is weighted by
     > `min(p_policy / p_actor, vllm_importance_sampling_clip_max)`. A ratio over a whole sequence multiplies up the
-    > differences of all its tokens, so the sequence-level modes are unusable for long completions.
+    > differences of all its tokens, so the sequence-level modes are unusable for long completions. The two defaults hold
+    > with `sparse_schedule=None` and `use_vllm=True` too.
     """
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["sparse_schedule"]
@@ -135,8 +136,8 @@ class SparrowGRPOConfig(GRPOConfig):
     rollout_progress_bar: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether to show a progress bar of the tokens of a rollout. If `None`, it appears on the main "
-            "process once a rollout takes long."
+            "help": "Whether to show a progress bar of the completions of a rollout. If `None`, it appears on the "
+            "main process once a rollout takes long, unless `disable_tqdm=True`."
         },
     )
     rollout_check_support: bool = field(
@@ -234,14 +235,15 @@ class SparrowGRPOConfig(GRPOConfig):
             )
 
     def _check_generation_options(self):
-        if self.max_completion_length is None or self.max_completion_length < 1:
+        length = self.max_completion_length
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ValueError(
                 f"max_completion_length={self.max_completion_length} is not a positive integer, which sparse rollouts "
                 "need: the KV cache is planned with it."
             )
         options = self.generation_kwargs or {}
         # The training computes its log-probabilities with these two, so a rollout must not have others
-        if options.get("temperature", self.temperature) != self.temperature:
+        if "temperature" in options and options["temperature"] != self.temperature:
             raise ValueError(
                 f"generation_kwargs sets temperature={options['temperature']}, but the training uses the option "
                 f"temperature={self.temperature}. Set temperature={options['temperature']} instead."
@@ -250,7 +252,13 @@ class SparrowGRPOConfig(GRPOConfig):
             raise ValueError(
                 "generation_kwargs sets do_sample=False, but all greedy completions of a prompt are equal."
             )
-        Sampler(GenerationConfig(**{"temperature": self.temperature, "do_sample": True, **options}), stop_token_ids=[])
+        if "max_new_tokens" in options and options["max_new_tokens"] is None:
+            raise ValueError(
+                "generation_kwargs sets max_new_tokens=None, which would undo "
+                f"max_completion_length={self.max_completion_length}. Leave it out."
+            )
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        Sampler(GenerationConfig(**{"do_sample": True, **own, **options}), stop_token_ids=[])
 
     def _check_importance_sampling(self):
         if not self.vllm_importance_sampling_correction:

@@ -212,10 +212,17 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
                 memory_fraction=self.args.rollout_memory_fraction,
                 max_num_seqs=self.args.rollout_max_num_seqs,
                 prefill_chunk_size=self.args.rollout_prefill_chunk_size,
-                progress_bar=self.args.rollout_progress_bar if self.accelerator.is_main_process else False,
+                progress_bar=self._shows_progress(),
                 check_support=self.args.rollout_check_support,
             )
         return self._rollout_engine
+
+    def _shows_progress(self) -> bool | None:
+        if not self.accelerator.is_main_process:
+            return False
+        if self.args.rollout_progress_bar is None and self.args.disable_tqdm:
+            return False
+        return self.args.rollout_progress_bar
 
     def rollout(
         self, prompt_ids: list[list[int]], num_generations: int = 1
@@ -251,6 +258,9 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
 
     def sampled_since_last_batch(self) -> bool:
         return bool(self._rollout_stats)
+
+    def before_batch(self) -> None:
+        self._rollout_stats.clear()  # of a batch that an exception kept from being scored
 
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         clipped = self._rollout_metrics[self.metrics_mode].update(

@@ -69,6 +69,9 @@ class SeamedGRPOTrainer(GRPOTrainer):
         """Whether [`rollout`] ran on this process since the last call of [`after_rollout_scored`]."""
         raise NotImplementedError
 
+    def before_batch(self) -> None:
+        """Called on every process before a generation batch is sampled."""
+
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         """Called on every process when a generation batch of [`rollout`] is scored, in training and in evaluation."""
 
@@ -108,7 +111,10 @@ class SeamedGRPOTrainer(GRPOTrainer):
             return self.rollout(prompt_ids, num_generations)
 
     def _generate(self, prompts: list):
-        if not self.samples_rollouts or self.rollout_func is None:
+        if not self.samples_rollouts:
+            return super()._generate(prompts)
+        self.before_batch()
+        if self.rollout_func is None:
             return super()._generate(prompts)
         self.use_vllm = False  # or TRL would update the weights of a vLLM server that does not exist
         generated = super()._generate(prompts)

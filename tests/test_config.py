@@ -271,3 +271,20 @@ def test_no_warning_by_default(tmp_path):
         warnings.simplefilter("error", UserWarning)
         for schedule in ("auto", "dense", "fixed:64", None):
             make(tmp_path, sparse_schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0"),
+        ({"top_p": 1.5}, r"top_p=1.5 is not in \(0, 1\]"),
+        ({"temperature": float("nan")}, "temperature=nan must be above 0"),
+        ({"max_completion_length": 2.5}, "max_completion_length=2.5 is not a positive integer"),
+        ({"generation_kwargs": {"max_new_tokens": None}}, "generation_kwargs sets max_new_tokens=None"),
+    ],
+)
+def test_sampling_options_are_checked_before_anything_is_loaded(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        SparrowGRPOConfig(str(tmp_path), bf16=False, report_to="none", **options)

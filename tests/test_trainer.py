@@ -690,7 +690,8 @@ def test_options_arrive_at_the_engine(tmp_path):
     assert engine.max_num_seqs == 3
     assert engine.prefill_chunk_size == 48
     assert engine.progress_bar is True
-    assert make_trainer(tmp_path).rollout_engine.progress_bar is None
+    assert make_trainer(tmp_path, disable_tqdm=False).rollout_engine.progress_bar is None
+    assert make_trainer(tmp_path, disable_tqdm=True).rollout_engine.progress_bar is False
 
 
 def test_support_check_can_be_left_out(tmp_path, monkeypatch):

@@ -105,7 +105,7 @@ _SPECIFIC = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 4096},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0},
-    # Refused: what each of them is for is in `docs/support.md`.
+    # Refused: what each of them is for is in `docs/supported-models.md`.
     "gpt_oss": {
         "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

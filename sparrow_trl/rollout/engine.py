@@ -83,6 +83,11 @@ class RolloutEngine:
         progress_bar: bool | None = None,
         check_support: bool = True,
     ):
+        if not isinstance(schedule, SparsitySchedule):
+            raise TypeError(
+                f"schedule={schedule!r} is a {type(schedule).__name__}, not a SparsitySchedule; see "
+                "`SparsitySchedule.resolve`, which makes one from a name, a path or a dict."
+            )
         if not 0.0 < memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction={memory_fraction} must be above 0 and at most 1.")
         for name, value in (
@@ -290,13 +295,17 @@ class RolloutEngine:
     def _num_pages(self, sequences: list[Sequence], dtype: torch.dtype) -> int:
         """Pages of the pool: what the sequences need at most, within the memory that the rollout may take."""
         page_size = self.schedule.page_size
-        prompts = {sequence.prompt for sequence in sequences}
-        wanted = sum(-(-len(prompt.token_ids) // page_size) for prompt in prompts)
+        prompt_pages, own_pages = {}, []
         for sequence in sequences:
             length = len(sequence.prompt.token_ids)
-            wanted += -(-(length + sequence.max_new_tokens) // page_size) - length // page_size
+            prompt_pages[sequence.prompt] = -(-length // page_size)
+            own_pages.append(-(-(length + sequence.max_new_tokens) // page_size) - length // page_size)
+        # No more than `max_num_seqs` run at the same time.
+        largest = [sorted(counts, reverse=True)[: self.max_num_seqs] for counts in (prompt_pages.values(), own_pages)]
+        wanted = sum(largest[0]) + sum(largest[1])
         device = next(self.model.parameters()).device
         if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the last backward left to PyTorch's allocator counts as free
             free = torch.cuda.mem_get_info(device)[0]
         else:
             free = psutil.virtual_memory().available

@@ -80,7 +80,13 @@ class Sampler:
                 )
         self.do_sample = bool(config.do_sample)
         self.temperature = 1.0 if config.temperature is None or not self.do_sample else float(config.temperature)
-        if self.temperature <= 0:
+        for name in ("top_p", "typical_p"):
+            value = getattr(config, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name}={value} is not in (0, 1]; 1.0 turns it off.")
+        if config.repetition_penalty is not None and not config.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty={config.repetition_penalty} must be above 0; 1.0 turns it off.")
+        if not self.temperature > 0:
             raise ValueError(
                 f"temperature={config.temperature} must be above 0; for greedy decoding set do_sample=False."
             )

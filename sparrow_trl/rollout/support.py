@@ -138,12 +138,12 @@ def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, int, torch
             if compare:
                 for place in range(length - decoded, length):
                     rows.append(runner.run([Piece(table, place, [token_ids[place]])], [0], True))
-    except UnsupportedModelError:
+    except (UnsupportedModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UnsupportedModelError(
             f"Sparse rollouts do not support '{config.model_type}' models ({type(model).__name__}): a trial decode "
-            f"failed with {type(error).__name__}: {error} {HINT}"
+            f"failed with {type(error).__name__}: {str(error).rstrip('.')}. {HINT}"
         ) from error
     _check_windows(config, runner.windows)
     layers = config.num_hidden_layers

@@ -316,9 +316,9 @@ class SparsitySchedule:
         if value.startswith("fixed:"):
             return cls._fixed_from_text(value)
         name, at, preset_target = value.partition("@")
-        if name in load_presets()["schedules"]:
+        if name.lower() in load_presets()["schedules"]:
             try:
-                return cls.from_preset(name, float(preset_target) if at else target)
+                return cls.from_preset(name.lower(), float(preset_target) if at else target)
             except ValueError as error:
                 raise ValueError(f"sparse_schedule={value!r}: {error}") from error
         if value and (_is_path(value) or _REPO_ID.fullmatch(value)):

@@ -189,7 +189,7 @@ def test_values_of_another_width():
 
 
 def test_slices_of_queries_that_are_gathered_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(torch_ops, "GATHER_BYTES", 2500)  # less than two queries' keys
+    monkeypatch.setitem(torch_ops.GATHER_BYTES, "cpu", 2500)  # less than two queries' keys
     check_sparse(make_pool(ragged(4), 4, 2, 8), 2, [2] * 7)
 
 

@@ -416,3 +416,16 @@ def test_bad_max_new_tokens(model, new_tokens):
     config.max_new_tokens = new_tokens
     with pytest.raises(ValueError, match=f"max_new_tokens={new_tokens}.*max_completion_length"):
         engine_of(model).generate([[7]], config)
+
+
+def test_pool_is_sized_for_the_sequences_that_run_at_the_same_time(model):
+    prompts, config = random_prompts(*[20] * 12), sampling(40)
+    all_at_once = engine_of(model).generate(prompts, config).stats
+    two_by_two = engine_of(model, max_num_seqs=2).generate(prompts, config).stats
+    assert two_by_two.pages_total * 6 == all_at_once.pages_total
+    assert two_by_two.preemptions == 0
+
+
+def test_a_schedule_that_is_not_one_is_refused(model):
+    with pytest.raises(TypeError, match="'fixed:2' is a str, not a SparsitySchedule"):
+        engine_of(model, "fixed:2")

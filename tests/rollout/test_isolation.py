@@ -3,6 +3,7 @@
 import copy
 import gc
 import random
+import threading
 import weakref
 
 import numpy as np
@@ -17,6 +18,7 @@ from sparrow_trl.rollout import engine as engine_module
 from sparrow_trl.rollout.cache import PagedKVCache
 from sparrow_trl.rollout.isolation import rollout_mode
 from sparrow_trl.rollout.runner import ModelRunner
+from tiny import tiny_model
 
 
 PROMPTS = random_prompts(30, 12, 30)
@@ -351,3 +353,24 @@ def test_memory_does_not_grow_from_rollout_to_rollout():
         engine.generate(random_prompts(20, 50, 3, seed=seed), sampling(10), seed=seed)
         sizes.add(tensor_numbers())
     assert len(sizes) == 1
+
+
+def test_a_second_thread_waits_until_the_first_has_left():
+    model = tiny_model("llama")
+    before = model.config._attn_implementation
+    order = []
+
+    def second():
+        with rollout_mode(model):
+            order.append("second in")
+        order.append("second out")
+
+    thread = threading.Thread(target=second)
+    with rollout_mode(model):
+        thread.start()
+        thread.join(0.2)
+        order.append("first still in")
+        assert model.config._attn_implementation == "sparrow"
+    thread.join()
+    assert order == ["first still in", "second in", "second out"]
+    assert model.config._attn_implementation == before

@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 
 
-GATHER_BYTES = 4 << 20  # gathered keys of one slice of queries; larger slices fall out of the processor's cache
+# Gathered keys of one slice of queries: on a CPU they should stay in its cache, on a GPU launches should be few.
+GATHER_BYTES = {"cpu": 4 << 20}
+GATHER_BYTES_ELSEWHERE = 256 << 20
 
 
 @dataclass
@@ -212,7 +214,7 @@ def attend_rows(
     keys_flat = key_pages.view(-1, page_size * head_dim)
     values_flat = value_pages.view(-1, page_size * value_pages.shape[-1])
     per_query = num_kv_heads * chosen * page_size * head_dim * query.element_size()
-    step = max(1, GATHER_BYTES // per_query)
+    step = max(1, GATHER_BYTES.get(query.device.type, GATHER_BYTES_ELSEWHERE) // per_query)
     outputs = []
     for start in range(0, num_queries, step):
         index = rows[start : start + step]
