@@ -62,6 +62,9 @@ def main(output_dir: str) -> None:
             "log_history": trainer.state.log_history,
         }
         (Path(output_dir) / "report.json").write_text(json.dumps(report))
+    # Otherwise gloo's threads are still running when the interpreter ends, and now and then abort the process.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 def ratios_of(scored) -> torch.Tensor:

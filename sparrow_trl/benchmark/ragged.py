@@ -27,6 +27,7 @@ from .measure import spread, timed
 NO_STOP_TOKEN = -1  # `None` would be filled from the model's generation config
 PAD_TOKEN = 0
 WARMUP_TOKENS = 4
+REPORT_EVERY = 100  # steps of `generate`
 CPU_BATCH_TOKENS = 512  # of continuous batching, where it does not look at the GPU's memory
 
 
@@ -44,12 +45,18 @@ def draw_lengths(count: int, median_length: int, longest: int, seed: int) -> lis
 
 
 class RowLimits(StoppingCriteria):
-    """Ends each row of a batch after its own number of new tokens."""
+    """Ends each row of a batch after its own number of new tokens, and says now and then how far the batch is."""
 
-    def __init__(self, prompt_length: int, lengths: list[int], device: torch.device):
+    def __init__(
+        self, prompt_length: int, lengths: list[int], device: torch.device, report: Callable[[str], None] | None
+    ):
+        self.prompt_length, self.longest, self.report = prompt_length, max(lengths), report
         self.stop = torch.tensor(lengths, device=device) + prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        new = input_ids.shape[1] - self.prompt_length
+        if self.report is not None and new % REPORT_EVERY == 0:
+            self.report(f"generate, {new} of {self.longest} steps")
         return self.stop <= input_ids.shape[1]
 
 
@@ -66,13 +73,19 @@ def sampling_config(max_new_tokens: int, eos_token_id: int | None = None) -> Gen
     )
 
 
-def generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int]) -> list[int]:
+def generate(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    lengths: list[int],
+    report: Callable[[str], None] | None = None,
+) -> list[int]:
     """
     transformers' `generate` on the whole batch.
 
     Args:
         prompts (`list[list[int]]`): of equal length.
         lengths (`list[int]`): when each row ends.
+        report (`Callable[[str], None]`, *optional*): told how far it is.
 
     Returns:
         `list[int]`: the tokens of each row. A row that did not turn into padding when it should have counts as long as
@@ -83,7 +96,7 @@ def generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=sampling_config(max(lengths), NO_STOP_TOKEN),
-        stopping_criteria=StoppingCriteriaList([RowLimits(ids.shape[1], lengths, model.device)]),
+        stopping_criteria=StoppingCriteriaList([RowLimits(ids.shape[1], lengths, model.device, report)]),
     )
     new = output[:, ids.shape[1] :].tolist()
     return [length if set(row[length:]) <= {PAD_TOKEN} else len(row) for row, length in zip(new, lengths, strict=True)]
@@ -195,7 +208,7 @@ def measure_rollouts(
     for repetition in range(repeats):
         label = f"rollouts, {repetition + 1} of {repeats}:"
         report(f"{label} generate")
-        elapsed, found = timed(device, generate, model, prompts, lengths)
+        elapsed, found = timed(device, generate, model, prompts, lengths, report)
         seconds["generate"].append(elapsed)
         gate.equal("lengths of generate", found, lengths)
         if other is not None:
