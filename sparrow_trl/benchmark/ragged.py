@@ -128,9 +128,10 @@ def continuous_batching(
     options: dict[str, Any] = {}
     if model.device.type == "cpu":
         # By default it would fill most of the machine's memory with zeros.
-        page_size = ContinuousBatchingConfig().page_size
-        pages = [-(-(len(prompt) + new) // page_size) + 1 for prompt, new in zip(prompts, lengths, strict=True)]
-        options = {"num_blocks": sum(pages), "max_batch_tokens": CPU_BATCH_TOKENS}
+        default = ContinuousBatchingConfig()
+        block = default.page_size if hasattr(default, "page_size") else default.block_size  # before transformers 5.18
+        blocks = [-(-(len(prompt) + new) // block) + 1 for prompt, new in zip(prompts, lengths, strict=True)]
+        options = {"num_blocks": sum(blocks), "max_batch_tokens": CPU_BATCH_TOKENS}
     finished: dict[str, int] = {}
     deadline = time.perf_counter() + limit
     with model.continuous_batching_context_manager(
