@@ -1,6 +1,7 @@
 """What each process of `tests/test_distributed.py` runs, started by `accelerate launch`."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -62,9 +63,12 @@ def main(output_dir: str) -> None:
             "log_history": trainer.state.log_history,
         }
         (Path(output_dir) / "report.json").write_text(json.dumps(report))
-    # Otherwise gloo's threads are still running when the interpreter ends, and now and then abort the process.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+    # All is done and written. On a busy machine the interpreter's own end now and then aborts ("terminate called without
+    # an active exception": a thread of gloo is still there), which says nothing about training.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def ratios_of(scored) -> torch.Tensor:
