@@ -139,12 +139,17 @@ def test_kv_bytes_are_those_of_the_schedule(model, past):
 
 
 def test_bandwidth_counts_a_byte_once():
-    bandwidth = Bandwidth(torch.device("cpu"), num_bytes=1 << 20)
+    size = 1 << 20
+    bandwidth = Bandwidth(torch.device("cpu"), num_bytes=size, num_buffers=3)
     bandwidth.copies, bandwidth.reads = [0.5, 0.25, 1.0], [0.1, 0.2, 0.4]
     summary = bandwidth.summary()
-    assert summary["copy"] == 2 * (1 << 20) and summary["copy_best"] == 4 * (1 << 20)
-    assert summary["read"] == pytest.approx(5 * (1 << 20)) and summary["read_best"] == pytest.approx(10 * (1 << 20))
-    assert "once" in summary["convention"]
+    assert summary["copy"] == 2 * size and summary["copy_range"] == [size, 4 * size]
+    assert summary["read"] == pytest.approx(5 * size)
+    assert summary["read_range"] == pytest.approx([2.5 * size, 10 * size])
+    assert "each counted once" in summary["convention"]
+    bandwidth.measure()
+    assert len(bandwidth.copies) == len(bandwidth.reads) == 6
+    assert all(torch.equal(a, b) for a, b in zip(bandwidth._sources, bandwidth._targets, strict=True))
 
 
 # The contenders
@@ -373,7 +378,7 @@ def test_results_of_decode_steps_add_up(results):
         for growth in found["growth"]:
             name = growth["contender"]
             assert growth["ratio"] == pytest.approx(rows[330, name]["median"] / rows[100, name]["median"])
-        assert found["bandwidth"]["measurements"] == 3
+        assert found["bandwidth"]["measurements"] == 3 * 4  # buffers
 
 
 def test_results_of_rollouts_add_up(results):
@@ -402,7 +407,7 @@ def test_tables_hold_the_measured_numbers(capsys, folder):
         assert f"{row['tokens_per_second']:,.1f}" in err and f"{row['over_floor']:.2f}" in err
     for row in run["rollouts"]["contenders"]:
         assert f"{row['tokens_per_second']:,.1f}" in err
-    assert "each byte counted once" in err
+    assert "each counted once" in err
     assert f"{len(run['checks'])} checks passed" in err
 
 

@@ -62,10 +62,10 @@ def _print_decode(decode: dict[str, Any], console: Console) -> None:
     counted = (
         "no floor: the weights that experts read are not known" if weights is None else f"{weights / 1e6:,.0f} MB"
     )
+    console.print(f"Floor: (weights + KV read) / copy bandwidth; weights {counted}; KV read includes landmarks.")
     console.print(
-        f"Floor: (weights + KV read) / copy bandwidth; weights {counted}; KV read includes landmarks. "
-        f"Bandwidth, medians of this run: copy {bandwidth['copy'] / 1e9:.1f} GB/s ({bandwidth['convention']}), "
-        f"read alone {bandwidth['read'] / 1e9:.1f} GB/s."
+        f"Bandwidth between the steps: copy {_gigabytes(bandwidth, 'copy')} ({bandwidth['convention']}); "
+        f"read alone {_gigabytes(bandwidth, 'read')}."
     )
     for growth in decode["growth"]:
         console.print(
@@ -101,6 +101,11 @@ def _print_rollouts(rollouts: dict[str, Any], options: dict[str, Any], console: 
 
 def _name(contender: str) -> str:
     return NAMES.get(contender, f"sparrow, {contender}")
+
+
+def _gigabytes(bandwidth: dict[str, Any], name: str) -> str:
+    low, high = bandwidth[f"{name}_range"]
+    return f"{bandwidth[name] / 1e9:.1f} GB/s (median; {low / 1e9:.1f} to {high / 1e9:.1f})"
 
 
 def _milliseconds(seconds: float | None) -> str:
