@@ -39,26 +39,23 @@ def spread(seconds: list[float]) -> dict[str, Any]:
 class Bandwidth:
     """
     The speed of the device's memory: a large copy, and a large sum, which only reads. It is measured between the steps
-    it is compared with, so that a busy machine slows both, and on several buffers, because in a virtual machine one is
-    not as fast as another.
+    it is compared with, so that a busy machine slows both.
     """
 
     device: torch.device
     num_bytes: int = 256 << 20
-    num_buffers: int = 4
     copies: list[float] = field(default_factory=list)
     reads: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._sources = [torch.ones(self.num_bytes // 4, device=self.device) for _ in range(self.num_buffers)]
-        self._targets = [torch.zeros_like(source) for source in self._sources]
+        self._source = torch.ones(self.num_bytes // 4, device=self.device)
+        self._target = torch.zeros_like(self._source)
+        self._unread = torch.ones_like(self._source)  # what was copied would come from the cache
 
     def measure(self) -> None:
-        """Time a copy and a read of each buffer. No buffer is used twice in a row: it would come from the cache."""
-        for source, target in zip(self._sources, self._targets, strict=True):
-            self.copies.append(timed(self.device, target.copy_, source)[0])
-        for source in self._sources:
-            self.reads.append(timed(self.device, source.sum)[0])
+        """Time one copy and one read."""
+        self.copies.append(timed(self.device, self._target.copy_, self._source)[0])
+        self.reads.append(timed(self.device, self._unread.sum)[0])
 
     def summary(self) -> dict[str, Any]:
         """Bytes per second (median, and from slowest to fastest), and how they are counted."""
