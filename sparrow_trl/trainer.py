@@ -18,10 +18,11 @@ from transformers import (
 )
 
 from .config import SparrowGRPOConfig
+from .hub.publishing import PublishingTrainer
 from .rollout import RolloutEngine, RolloutStats, check_model_config
 from .rollout_metrics import RolloutMetrics
 from .sparsity import SparsitySchedule
-from .trl_seams import ScoredRollout, SeamedGRPOTrainer
+from .trl_seams import ScoredRollout
 
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _WITHOUT_SPARSITY = "Set sparse_schedule=None to train without sparse rollouts, 
 _UNSHARDED = f"Use DDP, or DeepSpeed ZeRO-1 or ZeRO-2. {_WITHOUT_SPARSITY}"
 
 
-class SparrowGRPOTrainer(SeamedGRPOTrainer):
+class SparrowGRPOTrainer(PublishingTrainer):
     """
     Trainer for Group Relative Policy Optimization with sparse rollouts.
 
@@ -216,6 +217,11 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
                 check_support=self.args.rollout_check_support,
             )
         return self._rollout_engine
+
+    @property
+    def rollout_schedule(self) -> SparsitySchedule:
+        """The schedule of the next rollout."""
+        return self._schedule if self._rollout_engine is None else self._rollout_engine.schedule
 
     def _shows_progress(self) -> bool | None:
         if not self.accelerator.is_main_process:
