@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from . import __version__
 from .benchmark.options import RolloutOptions, add_arguments
+from .sparsity.cost.options import CostOptions
+from .sparsity.cost.options import add_arguments as add_cost_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +60,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(rollout)
     rollout.set_defaults(run=_run_bench_rollout, parser=rollout)
+
+    cost = commands.add_parser(
+        "cost",
+        usage="%(prog)s [options]",
+        help="predict the speed-up of a schedule for a model, a chip and a batch",
+        description="Bytes, FLOPs and equivalent FLOPs of dense and sparse decode steps, from the model's configuration "
+        "and the chip's data sheet alone. Nothing is run.",
+    )
+    add_cost_arguments(cost)
+    cost.set_defaults(run=_run_cost, parser=cost)
     return parser
 
 
@@ -75,6 +87,16 @@ def _run_bench_rollout(args: argparse.Namespace, argv: list[str]) -> int:
     from .benchmark.rollout import main as run
 
     return run(options, args.json, ["sparrow", *argv])
+
+
+def _run_cost(args: argparse.Namespace, argv: list[str]) -> int:
+    try:
+        options = CostOptions.from_args(args)
+    except ValueError as error:
+        args.parser.error(str(error))
+    from .sparsity.cost.report import main as run
+
+    return run(options, args.json)
 
 
 if __name__ == "__main__":
