@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...environment import versions
+from ...monitor.histogram import TAIL_QUANTILE, order_statistics
 from ...rollout import RolloutEngine
 from ..schedule import SparsitySchedule
 from .bases import Bases, longest_context, make_bases
@@ -286,6 +287,9 @@ class _Calibrator:
             effect = self._effect()
             wanted: dict[int, int] = {}
             for index, search in self.searches.items():
+                drawn = [sum(map(len, group)) for group in search.measured.values()]
+                if drawn and min(drawn) < options.min_tokens:
+                    continue  # it will not be judged
                 budget = grid[turn] if grid else search.next_budget(options.target, effect, options.confidence)
                 if budget is not None:
                     wanted[index] = budget
@@ -309,7 +313,8 @@ class _Calibrator:
             tails = search.tails(effect, options.confidence)
             fewest = min(tail.effective_tokens for tail in tails.values())
             most = max(most, fewest)
-            if fewest < options.min_tokens:
+            has_low_end = order_statistics(int(fewest), TAIL_QUANTILE, options.confidence)[0] is not None
+            if fewest < options.min_tokens or not has_low_end:
                 continue
             budget = search.curve(tails, "low").cheapest(options.target)
             if budget is None:
@@ -460,6 +465,6 @@ def _described_check(check: TailReport) -> dict[str, Any]:
 
 @contextmanager
 def _bar(description: str, shown: bool) -> Iterator[tqdm]:
-    bar_format = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
+    bar_format = "{desc} {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
     with tqdm(desc=description, total=1, disable=not shown, bar_format=bar_format, leave=False) as bar:
         yield bar

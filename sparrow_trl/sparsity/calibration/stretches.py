@@ -198,7 +198,8 @@ class StretchSampler:
 
     def _score(self, branches: list[_Branch], temperature: float) -> None:
         """Acceptance rates of a block of tokens: a dense forward of what the sparse model was fed, a few at a time."""
-        limit, group, rows = self._rows_at_once(), [], 0
+        limit, rows = self._rows_at_once(), 0
+        group: list[_Branch] = []
         for branch in branches:
             if group and rows + len(branch.logits) > limit:
                 self._score_group(group, temperature)

@@ -80,7 +80,7 @@ def compute(options: CostOptions) -> dict[str, Any]:
             name: step_cost(shape, s, context, options.batch, size)
             for name, s in (("dense", dense), ("sparse", schedule))
         }
-        rollouts = [
+        whole = [
             rollout_cost(shape, s, options.prompt_length, context, options.batch, size) for s in (dense, schedule)
         ]
         return {
@@ -88,7 +88,7 @@ def compute(options: CostOptions) -> dict[str, Any]:
             "budget": None if schedule.is_dense else schedule.budget_at(context - 1),
             **{name: _described(cost, chip) for name, cost in costs.items()},
             "speedup": speedup(costs["dense"], costs["sparse"], chip),
-            "rollout_speedup": speedup(*rollouts, chip),
+            "rollout_speedup": speedup(whole[0], whole[1], chip),
             "fits": _fits(shape, chip, context, options.batch, size),
         }
 
@@ -157,15 +157,15 @@ def _curve(shape, schedule, dense, chip, options: CostOptions, size: int) -> dic
     steps, rollouts = [], []
     for context in contexts:
         pair = [step_cost(shape, s, context, options.batch, size) for s in (dense, schedule)]
-        steps.append(speedup(*pair, chip))
+        steps.append(speedup(pair[0], pair[1], chip))
         whole = [
             rollout_cost(shape, s, options.prompt_length, context, options.batch, size) for s in (dense, schedule)
         ]
-        rollouts.append(speedup(*whole, chip))
+        rollouts.append(speedup(whole[0], whole[1], chip))
     return {"context": contexts, "step": steps, "rollout": rollouts}
 
 
-def with_page_size(schedule: SparsitySchedule, page_size: int) -> SparsitySchedule:
+def keeping_tokens(schedule: SparsitySchedule, page_size: int) -> SparsitySchedule:
     """The schedule with pages of another size that keeps at least as many tokens, of every kind."""
 
     def pages(count: int) -> int:
@@ -182,7 +182,7 @@ def with_page_size(schedule: SparsitySchedule, page_size: int) -> SparsitySchedu
 
 def _page_size_row(shape, schedule, page_size: int, chip, options: CostOptions, size: int) -> dict[str, Any]:
     context = max(options.contexts)
-    sized = with_page_size(schedule, page_size)
+    sized = keeping_tokens(schedule, page_size)
     dense = step_cost(shape, SparsitySchedule.dense(page_size=page_size), context, options.batch, size)
     sparse = step_cost(shape, sized, context, options.batch, size)
     return {
