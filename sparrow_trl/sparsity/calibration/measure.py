@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +26,11 @@ STRETCHES_AT_ONCE = {"cpu": 32}
 STRETCHES_AT_ONCE_ELSEWHERE = 128
 
 
+def settings_key(settings: dict[str, Any]) -> str:
+    """A short hash of settings."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
 class Store:
     """
     Arrays on the disk, under the hash of all settings they depend on, so that an interrupted run goes on where it was.
@@ -35,9 +41,7 @@ class Store:
     """
 
     def __init__(self, folder: Path | None, settings: dict[str, Any]):
-        text = json.dumps(settings, sort_keys=True)
-        self.key = hashlib.sha256(text.encode()).hexdigest()[:12]
-        self.folder = None if folder is None else folder / "partial" / self.key
+        self.folder = None if folder is None else folder / "partial" / settings_key(settings)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "settings.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
@@ -59,6 +63,11 @@ class Store:
         with unfinished.open("wb") as file:
             np.savez(file, values=np.concatenate(arrays), lengths=np.array([len(array) for array in arrays]))
         unfinished.replace(path)
+
+    def clear(self) -> None:
+        """Remove all that was saved."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder)
 
     def _path(self, name: Any) -> Path | None:
         digest = hashlib.sha256(json.dumps(name, sort_keys=True).encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ from ...rollout import RolloutEngine
 from ..schedule import SparsitySchedule
 from .bases import Bases, longest_context, make_bases
 from .curves import Tail, tail_of
-from .measure import Measurer, Store
+from .measure import Measurer, Store, settings_key
 from .options import CalibrationOptions, MeasureOptions
 from .plan import bins_within, place_stretches
 from .provenance import architecture, check_made_for, weights_fingerprint
@@ -137,15 +137,7 @@ def calibrate_schedule(
     options = replace(options or CalibrationOptions(), **changes)
     source = load_source(dataset, tokenizer, split)
     max_context = longest_context(model, options)
-    identity = {
-        "name": name or model.config.name_or_path or None,
-        "revision": revision,
-        "architecture": architecture(model.config),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "weights": weights_fingerprint(model),
-    }
-    described = _described(source)
-    settings = {"options": asdict(options), "model": identity, "data": described, "max_context": max_context}
+    _, settings = key_of(model, source, options, name, revision)
     store = Store(None if out is None else Path(out), settings)
     layout = SparsitySchedule(
         budgets=(0,),
@@ -163,8 +155,8 @@ def calibrate_schedule(
         calibration.schedule,
         provenance={
             "kind": "calibrated",
-            "model": identity,
-            "data": described,
+            "model": settings["model"],
+            "data": settings["data"],
             "way": f"{calibrator.bases.way}; each budget generated its own, and the dense model scored them",
             "past": "dense in the search, the schedule's own in the checks",
             "max_context": max_context,
@@ -179,6 +171,26 @@ def calibrate_schedule(
         },
     )
     return replace(calibration, schedule=schedule)
+
+
+def key_of(
+    model: PreTrainedModel, source: Source, options: CalibrationOptions, name: str | None, revision: str | None = None
+) -> tuple[str, dict[str, Any]]:
+    """A hash of all that a calibration depends on, and that as plain values."""
+    identity = {
+        "name": name or model.config.name_or_path or None,
+        "revision": revision,
+        "architecture": architecture(model.config),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights": weights_fingerprint(model),
+    }
+    settings = {
+        "options": asdict(options),
+        "model": identity,
+        "data": _described(source),
+        "max_context": longest_context(model, options),
+    }
+    return settings_key(settings), settings
 
 
 def measure_tail(

@@ -101,11 +101,14 @@ class StretchSampler:
         self.model, self.texts = model, [list(text) for text in texts]
         page_size = layout.page_size
         text_pages = sum(-(-len(text) // page_size) for text in texts)
-        self.cache = PagedKVCache(text_pages + branch_pages + own_past_pages, page_size)
+        self.device = next(model.parameters()).device
+        dtype = None
+        if torch.is_autocast_enabled(self.device.type):
+            dtype = torch.get_autocast_dtype(self.device.type)
+        self.cache = PagedKVCache(text_pages + branch_pages + own_past_pages, page_size, dtype)
         self.allocator = PageAllocator(self.cache.num_pages)
         # A dense schedule would store no landmarks.
         self.runner = ModelRunner(model, layout, self.cache)
-        self.device = self.runner.device
         self.has_actor, self.actor = actor is not None, actor or nullcontext
         self.on_work = on_work or (lambda work: None)
         self.pasts: list[PageTable] = []

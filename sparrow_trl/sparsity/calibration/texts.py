@@ -150,6 +150,7 @@ def _text_source(name: str, tokenizer: PreTrainedTokenizerBase, texts: Iterable[
         token
         for text in texts
         for part in text.split("\n\n")
+        if part.strip()
         for token in tokenizer(part + "\n\n", add_special_tokens=False)["input_ids"]
     ]
     if not stream:

@@ -83,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=default.batch, help="sequences in a step (default: %(default)s)")
     parser.add_argument("--dtype", choices=tuple(BYTES_PER_VALUE), default=default.dtype)
     parser.add_argument(
-        "--schedule", default=default.schedule, help="a preset, fixed:64, a file, ... (default: the model's preset)"
+        "--schedule",
+        default=default.schedule,
+        help="a preset, fixed:64, a file, ... (default: the model's preset, else fixed:64)",
     )
     parser.add_argument("--context", dest="contexts", nargs="+", type=int, metavar="TOKENS", default=default.contexts)
     parser.add_argument(

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...rollout import UnsupportedModelError
+from ..presets import preset_name
 from ..schedule import SparsitySchedule
 from .chips import CHIPS, Chip, measure_chip
 from .compare import compare_with_bench
@@ -67,7 +68,10 @@ def compute(options: CostOptions) -> dict[str, Any]:
     shape = _shape(options.model)
     size = BYTES_PER_VALUE[options.dtype]
     chip = _chip(options.chip, options.dtype)
-    schedule = SparsitySchedule.resolve(options.schedule, shape.name)
+    known = preset_name(shape.name) in SparsitySchedule.presets()
+    schedule = SparsitySchedule.resolve(
+        "fixed:64" if options.schedule == "auto" and not known else options.schedule, shape.name
+    )
     dense = SparsitySchedule.dense(page_size=schedule.page_size)
     if shape.longest is not None and max(options.contexts) > shape.longest:
         raise ValueError(
