@@ -25,9 +25,10 @@ SMALL = CalibrationOptions(
     max_context=384,
     bin_tokens=128,
     texts=4,
-    stretches=8,
-    probe_tokens=32,
-    check_tokens=32,
+    probe_places=16,
+    probe_tokens=16,
+    check_places=16,
+    check_tokens=16,
     prompt_length=16,
     min_tokens=60,
     dense_layers=(0,),
@@ -106,7 +107,7 @@ def test_checks_use_the_schedules_own_past(calibration, model, tokenizer, text):
 
 SHARED = {
     name: getattr(SMALL, name)
-    for name in ("texts", "stretches", "check_tokens", "prompt_length", "min_tokens", "seed")
+    for name in ("texts", "check_places", "check_tokens", "prompt_length", "min_tokens", "seed")
 }
 
 
@@ -214,7 +215,7 @@ def test_bins_without_enough_tokens_are_not_known(model, tokenizer, text):
         ({"confidence": 1.0}, "--confidence 1.0"),
         ({"temperature": 0.0}, "--temperature 0.0"),
         ({"budgets": (-1,)}, "--budgets -1"),
-        ({"stretches": 0}, "--stretches 0"),
+        ({"probe_places": 0}, "--probe-places 0"),
         ({"memory_fraction": 1e-9}, "lower --max-context"),
         ({"max_context": 40, "prompt_length": 30}, "No bin can be measured"),
         ({"budgets": (1,), "target": 0.999}, r"No budget meets target=0.999 in bin"),
@@ -245,7 +246,7 @@ def train_rows(length, count=9):
 
 def auto(model, tokenizer, rows, folder, max_completion_length=64):
     options = CalibrationOptions(
-        texts=2, stretches=6, probe_tokens=32, min_tokens=40, target=0.3, checks=0, confidence=0.5
+        texts=2, probe_places=12, probe_tokens=16, min_tokens=40, target=0.3, checks=0, confidence=0.5
     )
     return calibrate_for_training(
         model, tokenizer, rows, folder, name="tiny", max_completion_length=max_completion_length, options=options,
@@ -368,20 +369,7 @@ def run(capsys, *argv):
     return status, " ".join(captured.out.split()), " ".join(captured.err.split())
 
 
-FLAGS = [
-    "--max-context",
-    "384",
-    "--texts",
-    "4",
-    "--stretches",
-    "8",
-    "--check-tokens",
-    "32",
-    "--prompt-length",
-    "16",
-    "--min-tokens",
-    "60",
-]
+FLAGS = "--max-context 384 --texts 4 --check-places 16 --check-tokens 16 --prompt-length 16 --min-tokens 60".split()  # noqa: SIM905
 
 
 def test_commands(capsys, folder, text, tmp_path, calibration):
@@ -389,7 +377,7 @@ def test_commands(capsys, folder, text, tmp_path, calibration):
     out = tmp_path / "out"
     status, printed, _ = run(
         capsys, "calibrate", folder, "--dataset", str(text), "--out", str(out), "--target", "0.9",
-        "--bin-tokens", "128", "--probe-tokens", "32", *FLAGS,
+        "--bin-tokens", "128", "--probe-tokens", "16", "--probe-places", "16", *FLAGS,
     )  # fmt: skip
     assert status == 0, printed
     schedule = SparsitySchedule.from_pretrained(out)

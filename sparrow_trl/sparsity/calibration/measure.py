@@ -17,12 +17,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ...rollout.isolation import rollout_mode
+from ...rollout.packing import MOST_ROWS
 from ...rollout.support import probe
 from ..schedule import SparsitySchedule
 from .stretches import Stretch, StretchSampler
 
 
-STRETCHES_AT_ONCE = {"cpu": 32}
+STRETCHES_AT_ONCE = {"cpu": MOST_ROWS}  # more than so many rows miss the packed products
 STRETCHES_AT_ONCE_ELSEWHERE = 128
 
 

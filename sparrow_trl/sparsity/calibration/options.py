@@ -18,8 +18,9 @@ class MeasureOptions:
     Attributes:
         max_context (`int`, *optional*): positions to look at; by default, and at most, the model's.
         texts (`int`): windows of text, or prompts, to start from.
-        stretches (`int`): places in each bin where tokens are generated.
-        check_tokens (`int`): tokens generated at each place to judge a schedule.
+        check_places (`int`): places in each bin where tokens are generated to judge a schedule. Many short stretches say more
+            than a few long ones, for the tokens of one resemble each other.
+        check_tokens (`int`): tokens generated at each of them.
         prompt_length (`int`): tokens of a window of text that count as its prompt, which is read densely.
         min_tokens (`int`): tokens that a bin needs, counted as independent ones.
         confidence (`float`): of the intervals, two-sided.
@@ -30,17 +31,17 @@ class MeasureOptions:
 
     max_context: int | None = None
     texts: int = 8
-    stretches: int = 16
-    check_tokens: int = 192
+    check_places: int = 64
+    check_tokens: int = 48
     prompt_length: int = 256
-    min_tokens: int = 400
+    min_tokens: int = 200
     confidence: float = 0.90
     temperature: float = 1.0
     seed: int = 0
     memory_fraction: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("texts", "stretches", "check_tokens", "prompt_length", "min_tokens"):
+        for name in ("texts", "check_places", "check_tokens", "prompt_length", "min_tokens"):
             _at_least(name, getattr(self, name), 1)
         if self.max_context is not None:
             _at_least("max_context", self.max_context, 2)
@@ -61,14 +62,15 @@ class CalibrationOptions(MeasureOptions):
     Attributes:
         target (`float`): the tail that every bin must keep.
         budgets (`tuple[int, ...]`): budgets to measure in every bin; by default they are searched for, bin by bin.
-        probe_tokens (`int`): tokens generated at each place for each budget.
+        probe_places, probe_tokens (`int`): places in each bin for each budget, and tokens generated at each.
         checks (`int`): times that the schedule found is checked on its own trajectories, and mended; 0 leaves that out.
         page_size, bin_tokens, sink_pages, recent_pages (`int`), dense_layers (`tuple[int, ...]`): as in the schedule.
     """
 
     target: float = 0.86
     budgets: tuple[int, ...] = ()
-    probe_tokens: int = 64
+    probe_places: int = 32
+    probe_tokens: int = 32
     checks: int = 2
     page_size: int = 16
     bin_tokens: int = 2000
@@ -84,6 +86,7 @@ class CalibrationOptions(MeasureOptions):
             _at_least("budgets", budget, 0)
         object.__setattr__(self, "budgets", tuple(sorted(set(self.budgets))))
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        _at_least("probe_places", self.probe_places, 1)
         _at_least("probe_tokens", self.probe_tokens, 1)
         _at_least("checks", self.checks, 0)
         _at_least("bin_tokens", self.bin_tokens, 1)
@@ -122,7 +125,10 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     search.add_argument("--page-size", type=int, help=f"tokens in a page (default: {default.page_size})")
     search.add_argument("--bin-tokens", type=int, help=f"tokens in a bin (default: {default.bin_tokens})")
     search.add_argument(
-        "--probe-tokens", type=int, help=f"generated at each place and budget (default: {default.probe_tokens})"
+        "--probe-places", type=int, help=f"places in each bin for each budget (default: {default.probe_places})"
+    )
+    search.add_argument(
+        "--probe-tokens", type=int, help=f"generated at each of them (default: {default.probe_tokens})"
     )
     search.add_argument("--checks", type=int, help=f"checks of the schedule found (default: {default.checks})")
     _add_measure(parser)
@@ -156,8 +162,8 @@ def _add_measure(parser: argparse.ArgumentParser) -> None:
     measure.add_argument("--max-context", type=int, metavar="TOKENS", help="default: the model's positions")
     for name, text in (
         ("texts", "windows of text, or prompts"),
-        ("stretches", "places in each bin where tokens are generated"),
-        ("check_tokens", "generated at each place to judge a schedule"),
+        ("check_places", "places in each bin where tokens are generated to judge a schedule"),
+        ("check_tokens", "generated at each of them"),
         ("prompt_length", "tokens of a text that are read densely"),
         ("min_tokens", "independent tokens that a bin needs"),
         ("seed", "of places, prompts and sampling"),

@@ -334,13 +334,13 @@ class _Calibrator:
                 raise ValueError(
                     f"No budget meets target={options.target} in bin {index}: {largest} scored pages, of "
                     f"{search.largest} that there are, have a tail of {tails[largest].value:.4f} (lower end "
-                    f"{tails[largest].low:.4f}). Lower the target, or raise --stretches, --budgets or the precision."
+                    f"{tails[largest].low:.4f}). Lower the target, or raise --probe-places, --budgets or the precision."
                 )
             known[index] = budget
         if not known:
             raise ValueError(
                 f"Too few tokens in every bin: at most {most:.0f} independent ones, and --min-tokens "
-                f"{options.min_tokens} are needed. Raise --stretches or --probe-tokens, or give longer texts or prompts."
+                f"{options.min_tokens} are needed. Raise --probe-places or --probe-tokens, or give longer texts or prompts."
             )
         return known
 
@@ -382,17 +382,17 @@ def _prepare(
     bins = range(bins_within(max_context, layout.bin_tokens))
     lengths = [len(text) for text in bases.texts]
     plan = {}
-    kinds = {"check": (options.check_tokens, CHECK_STREAM)}
+    kinds = {"check": (options.check_places, options.check_tokens, CHECK_STREAM)}
     if isinstance(options, CalibrationOptions):
-        kinds["probe"] = (options.probe_tokens, PROBE_STREAM)
-    for kind, (tokens, first_stream) in kinds.items():
+        kinds["probe"] = (options.probe_places, options.probe_tokens, PROBE_STREAM)
+    for kind, (places, tokens, first_stream) in kinds.items():
         plan[kind] = place_stretches(
             lengths,
             bases.prompt_lengths,
             bins,
             bin_tokens=layout.bin_tokens,
             max_context=max_context,
-            per_bin=options.stretches,
+            per_bin=places,
             length=tokens,
             first_stream=first_stream,
         )
@@ -406,7 +406,7 @@ def _prepare(
         layout,
         bases.texts,
         bases.prompt_lengths,
-        [[stretch for stretches in places.values() for stretch in stretches] for places in plan.values()],
+        [[stretch for stretches in group.values() for stretch in stretches] for group in plan.values()],
         seed=options.seed,
         temperature=options.temperature,
         stop_token_ids=engine.stop_token_ids,
@@ -478,5 +478,5 @@ def _described_check(check: TailReport) -> dict[str, Any]:
 @contextmanager
 def _bar(description: str, shown: bool) -> Iterator[tqdm]:
     bar_format = "{desc} {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
-    with tqdm(desc=description, total=1, disable=not shown, bar_format=bar_format, leave=False) as bar:
+    with tqdm(desc=description, total=1, disable=not shown, bar_format=bar_format, leave=False, mininterval=1) as bar:
         yield bar
