@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -22,6 +22,10 @@ from .hub.publishing import PublishingTrainer
 from .rollout import RolloutEngine, RolloutStats, check_model_config
 from .rollout_metrics import RolloutMetrics
 from .sparsity import SparsitySchedule
+from .sparsity.calibration.auto import calibrate_for_training
+from .sparsity.calibration.options import CalibrationOptions
+from .sparsity.calibration.provenance import check_made_for
+from .sparsity.presets import preset_name
 from .trl_seams import ScoredRollout
 
 
@@ -141,7 +145,10 @@ class SparrowGRPOTrainer(PublishingTrainer):
             _refuse_prompt_learning(peft_config)
             _refuse_architecture(model, args)
             # Resolved before the model is loaded, for it may read a file or ask the Hub
-            schedule = SparsitySchedule.resolve(args.sparse_schedule, model_name, args.sparse_target)
+            known = args.sparse_schedule != "auto" or preset_name(model_name) in SparsitySchedule.presets()
+            schedule = None
+            if known:
+                schedule = SparsitySchedule.resolve(args.sparse_schedule, model_name, args.sparse_target)
             if rollout_func is not None:
                 warnings.warn(
                     "`rollout_func` generates the completions, so the rollouts are not sparse, except where it calls "
@@ -171,7 +178,8 @@ class SparrowGRPOTrainer(PublishingTrainer):
 
         _refuse_images(self.processing_class)
         _refuse_spread_parameters(self.model)
-        self._schedule = schedule
+        self._schedule = self._calibrate(model_name) if schedule is None else schedule
+        check_made_for(self._schedule, self.model.config)
         self._rollout_stats: list[RolloutStats] = []
         self._rollout_metrics = {
             mode: RolloutMetrics(
@@ -194,6 +202,31 @@ class SparrowGRPOTrainer(PublishingTrainer):
         if rollout_func is None:
             # Built here, not at the first rollout: what the engine cannot run is refused before any time is spent
             _ = self.rollout_engine
+
+    def _calibrate(self, model_name: str) -> SparsitySchedule:
+        """The schedule that `sparse_schedule="auto"` finds, on the main process alone."""
+        args = self.args
+        found: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            options = CalibrationOptions(
+                target=args.sparse_target,
+                temperature=args.temperature,
+                seed=args.seed,
+                memory_fraction=args.rollout_memory_fraction,
+            )
+            with torch.no_grad(), self.accelerator.autocast():
+                schedule = calibrate_for_training(
+                    self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
+                    self.processing_class,
+                    self.train_dataset,
+                    args.output_dir,
+                    name=model_name,
+                    max_completion_length=args.max_completion_length,
+                    options=options,
+                    progress_bar=not args.disable_tqdm,
+                )
+            found = [schedule.to_dict()]
+        return SparsitySchedule.from_dict(broadcast_object_list(found)[0])
 
     @property
     def rollout_engine(self) -> RolloutEngine:
