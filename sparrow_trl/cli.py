@@ -32,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = _parser().parse_args(argv)
+    args, rest = _parser().parse_known_args(argv)
+    if args.run is _run_train:
+        return _run_train(args, argv[argv.index("train") + 1 :])
+    if rest:
+        _parser().parse_args(argv)  # says what it does not know
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars of transformers, between our lines
     try:
         return args.run(args, argv)
@@ -67,6 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(rollout)
     rollout.set_defaults(run=_run_bench_rollout, parser=rollout)
+
+    train = commands.add_parser(
+        "train",
+        add_help=False,  # its options are those of the trainer, which are slow to import
+        help="train a model with GRPO and sparse rollouts, from flags or a YAML file",
+    )
+    train.set_defaults(run=_run_train)
 
     push = commands.add_parser(
         "push",
@@ -114,6 +125,12 @@ def _parser() -> argparse.ArgumentParser:
     add_tail_arguments(tail)
     tail.set_defaults(run=_run_tail, parser=tail)
     return parser
+
+
+def _run_train(args: argparse.Namespace, argv: list[str]) -> int:
+    from .train.run import main as run
+
+    return run(argv)
 
 
 def _run_push(args: argparse.Namespace, argv: list[str]) -> int:
