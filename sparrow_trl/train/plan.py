@@ -8,7 +8,7 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from trl import ModelConfig
 
 from ..config import SparrowGRPOConfig
@@ -47,6 +47,8 @@ def make_plan(
     if args.sparse_schedule is not None:
         check_model_config(config)
     shape = ModelShape.from_config(config, str(model.model_name_or_path))
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     schedule, note = _schedule(args, str(model.model_name_or_path))
     prompt = prompt_length or 512
     context = prompt + args.max_completion_length
@@ -60,7 +62,7 @@ def make_plan(
     sections = {
         "run": {
             "model": str(model.model_name_or_path),
-            "parameters": shape.weights + shape.expert_weights,
+            "parameters": parameters,
             "processes": world,
             "completions per generation batch": generations,
             "prompts per generation batch": generations // args.num_generations,
@@ -68,7 +70,7 @@ def make_plan(
             "optimizer steps": _total_steps(args, dataset_rows),
             "longest sequence, tokens": context,
         },
-        "memory of a process": _memory(shape, args, model, context, per_process, dtype_bytes),
+        "memory of a process": _memory(shape, parameters, args, model, context, per_process, dtype_bytes),
         "rollout": _rollout(shape, schedule, note, prompt, context, min(per_process, args.rollout_max_num_seqs), chip),
     }
     return sections
@@ -108,19 +110,24 @@ def _total_steps(args: SparrowGRPOConfig, rows: int | None) -> int | None:
 
 
 def _memory(
-    shape: ModelShape, args: SparrowGRPOConfig, model: ModelConfig, context: int, sequences: int, dtype_bytes: int
+    shape: ModelShape,
+    parameters: int,
+    args: SparrowGRPOConfig,
+    model: ModelConfig,
+    context: int,
+    sequences: int,
+    dtype_bytes: int,
 ) -> dict[str, Any]:
-    """Sizes in bytes. Activations of the backward are not known without running it."""
-    weights = shape.weights + shape.expert_weights + shape.embedding_row
-    trained = 0 if model.use_peft else weights
+    """Sizes in bytes. What the activations of the backward take is not known without running it."""
+    trained = 0 if model.use_peft else parameters
     master = 4 if model.dtype in (None, "auto", "float32") else 2
     kv_heads_bytes = 2 * shape.kv_heads * shape.head_dim * dtype_bytes
     window_tokens = sum(context if window is None else min(window, context) for window in shape.windows)
     cache = kv_heads_bytes * context * len(shape.windows) * sequences
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
-    bound = int(args.rollout_memory_fraction * max(0, free - weights * master))
+    bound = int(args.rollout_memory_fraction * max(0, free - parameters * master))
     return {
-        "weights": weights * master,
+        "weights": parameters * master,
         "gradients and optimizer (AdamW)": trained * (master + ADAM_BYTES),
         "KV cache of a whole generation batch, at full length": cache,
         "KV read by a dense step of one sequence, at full length": kv_heads_bytes * window_tokens,
