@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from .config import SparrowGRPOConfig
+from .hub.publishing import PublishingTrainer
 from .rollout import RolloutEngine, RolloutStats, check_model_config
 from .rollout_metrics import RolloutMetrics
 from .sparsity import SparsitySchedule
@@ -25,7 +26,7 @@ from .sparsity.calibration.auto import calibrate_for_training
 from .sparsity.calibration.options import CalibrationOptions
 from .sparsity.calibration.provenance import check_made_for
 from .sparsity.presets import preset_name
-from .trl_seams import ScoredRollout, SeamedGRPOTrainer
+from .trl_seams import ScoredRollout
 
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _WITHOUT_SPARSITY = "Set sparse_schedule=None to train without sparse rollouts, 
 _UNSHARDED = f"Use DDP, or DeepSpeed ZeRO-1 or ZeRO-2. {_WITHOUT_SPARSITY}"
 
 
-class SparrowGRPOTrainer(SeamedGRPOTrainer):
+class SparrowGRPOTrainer(PublishingTrainer):
     """
     Trainer for Group Relative Policy Optimization with sparse rollouts.
 
@@ -249,6 +250,11 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
                 check_support=self.args.rollout_check_support,
             )
         return self._rollout_engine
+
+    @property
+    def rollout_schedule(self) -> SparsitySchedule:
+        """The schedule of the next rollout."""
+        return self._schedule if self._rollout_engine is None else self._rollout_engine.schedule
 
     def _shows_progress(self) -> bool | None:
         if not self.accelerator.is_main_process:
