@@ -69,7 +69,7 @@ def test_the_schedule_and_its_provenance(calibration, model):
     assert len(schedule.budgets) == 4096 // 128  # as far as the model's positions
     assert provenance["kind"] == "calibrated" and "windows of real text" in provenance["way"]
     assert provenance["model"]["weights"] == weights_fingerprint(model)
-    assert provenance["data"]["kind"] == "text" and provenance["data"]["tokens"] == 4002
+    assert provenance["data"]["kind"] == "text" and provenance["data"]["tokens"] == 3998
     assert provenance["settings"]["target"] == 0.9 and provenance["versions"]["torch"] == torch.__version__
     assert [entry["status"] for entry in provenance["bins"][:4]] == ["measured"] * 3 + ["extrapolated"]
     assert SparsitySchedule.from_json(schedule.to_json()) == schedule
@@ -207,7 +207,7 @@ def test_bins_without_enough_tokens_are_not_known(model, tokenizer, text):
     ("changes", "said"),
     [
         ({"max_context": 5000}, "--max-context 5000 is beyond the model's 4096 positions"),
-        ({"texts": 40}, r"has 4,002 tokens, and 40 windows of 384 are wanted"),
+        ({"texts": 40}, r"has 3,998 tokens, and 40 windows of 384 are wanted"),
         ({"min_tokens": 10_000}, "Too few tokens in every bin"),
         ({"check_tokens": 300}, "--check-tokens 300 is longer than a bin of 128"),
         ({"target": 1.0}, "--target 1.0"),
@@ -297,7 +297,7 @@ def test_sources(tokenizer, tmp_path, text):
         assert (source.kind, source.rows) == ("prompt", expected)
     texts = load_source([{"text": "one"}, {"text": "two"}], tokenizer)
     assert texts.kind == "text" and texts.rows == [tokenizer("one\n\ntwo\n\n")["input_ids"]]
-    assert load_source(text, tokenizer).tokens == 4002
+    assert load_source(text, tokenizer).tokens == 3998
     assert load_source(texts, tokenizer) is texts
 
 

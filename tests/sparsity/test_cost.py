@@ -290,6 +290,15 @@ def test_the_cheapest_of_calibrated_schedules(capsys, tmp_path):
         (16, [16], [256]),
         (64, [16], [1024]),
     ]
+    short = SparsitySchedule((16,), page_size=32, bin_tokens=500, provenance={"bins": bins[:1]}).save_pretrained(
+        tmp_path / "s"
+    )
+    status, _, err = run(capsys, *argv[:4], "--curves", files[0], str(short))
+    assert status == 2 and "bins of 500 tokens" in " ".join(err.split())
+    made_for = {"architecture": {"layers": 28, "heads": 9}}
+    other = SparsitySchedule((16,), provenance={"bins": bins[:1], "model": made_for}).save_pretrained(tmp_path / "o")
+    status, _, err = run(capsys, *argv[:4], "--curves", str(other))
+    assert status == 2 and "another model than smollm2-135m: layers 28 against 30." in " ".join(err.split())
     bare = SparsitySchedule((16,)).save_pretrained(tmp_path / "bare")
     assert run(capsys, *argv[:4], "--curves", str(bare))[0] == 2
 

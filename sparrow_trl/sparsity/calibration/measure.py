@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,26 +170,29 @@ class Measurer:
     def _generate(
         self, schedule: SparsitySchedule, texts: tuple[int, ...], group: list[Stretch], own_past: bool
     ) -> list[np.ndarray]:
+        found: dict[Stretch, np.ndarray] = {}
         with rollout_mode(self.model, packed=True):
             sampler = self._sampler(texts)
             local = {text: place for place, text in enumerate(texts)}
-            moved = [Stretch(local[s.text], s.start, s.length, s.stream) for s in group]
-            pasts = None
-            if own_past:
-                pasts = {
-                    local[text]: sampler.own_past(
-                        local[text],
-                        schedule,
-                        self.prompt_lengths[text],
-                        max(stretch.start + 1 for stretch in group if stretch.text == text),
-                    )
-                    for text in texts
-                    if any(stretch.text == text for stretch in group)
-                }
-            found = sampler.generate(moved, schedule, self.seed, self.temperature, self.stop_token_ids, pasts)
-            for past in (pasts or {}).values():
-                sampler.release(past)
-        return found
+            for members in self._together(group, own_past):
+                moved = [replace(stretch, text=local[stretch.text]) for stretch in members]
+                pasts = None
+                if own_past:
+                    [text] = {stretch.text for stretch in members}
+                    stop = max(stretch.start for stretch in members) + 1
+                    pasts = {local[text]: sampler.own_past(local[text], schedule, self.prompt_lengths[text], stop)}
+                rates = sampler.generate(moved, schedule, self.seed, self.temperature, self.stop_token_ids, pasts)
+                found.update(zip(members, rates, strict=True))
+                for past in (pasts or {}).values():
+                    sampler.release(past)
+        return [found[stretch] for stretch in group]
+
+    @staticmethod
+    def _together(group: list[Stretch], own_past: bool) -> list[list[Stretch]]:
+        """Stretches that are generated at the same time; with their own pasts those of a text, to hold one at a time."""
+        if not own_past:
+            return [group]
+        return [[s for s in group if s.text == text] for text in sorted({stretch.text for stretch in group})]
 
     def _sampler(self, texts: tuple[int, ...]) -> StretchSampler:
         """Its texts are prefilled; kept for the next schedule where memory allows."""
@@ -199,8 +203,9 @@ class Measurer:
             StretchSampler.pages_for([stretch for stretch in plan if stretch.text in texts], page_size)
             for plan in self.plans
         )
+        own_past_pages = max(self._pages_of(text) for text in texts)
         kept = sum(sampler.cache.num_pages for sampler in self._samplers.values())
-        wanted = 2 * self._pages_of(texts) + branch_pages
+        wanted = sum(self._pages_of(text) for text in texts) + own_past_pages + branch_pages
         if (kept + wanted) * page_size * self._token_bytes > self._memory:
             self._samplers.clear()
         self._samplers[texts] = StretchSampler(
@@ -208,11 +213,11 @@ class Measurer:
             self.layout,
             [self.texts[text] for text in texts],
             branch_pages,
-            self._pages_of(texts),
+            own_past_pages,
             self.actor,
             self.on_work,
         )
         return self._samplers[texts]
 
-    def _pages_of(self, texts: tuple[int, ...]) -> int:
-        return sum(-(-len(self.texts[text]) // self.layout.page_size) for text in texts)
+    def _pages_of(self, text: int) -> int:
+        return -(-len(self.texts[text]) // self.layout.page_size)

@@ -30,8 +30,8 @@ class MeasureOptions:
     """
 
     max_context: int | None = None
-    texts: int = 8
-    check_places: int = 64
+    texts: int = 6
+    check_places: int = 48
     check_tokens: int = 48
     prompt_length: int = 256
     min_tokens: int = 200

@@ -284,10 +284,10 @@ class _Calibrator:
             tails = _check(self.measurer, schedule, stretches, self.options)
             checks.append(TailReport(schedule, tails, self.options.min_tokens, {}, self.bases.way))
             mended = self._mend(known, tails, effect, may_lower=turn + 1 < self.options.checks)
-            if mended == known:
-                break
-            known = mended
+            known, before = mended, schedule
             schedule = self._schedule(known)
+            if schedule.budgets == before.budgets:
+                break
         self.bar.total = self.bar.n
         return Calibration(schedule, self.searches, checks, effect)
 

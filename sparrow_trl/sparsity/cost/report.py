@@ -206,6 +206,12 @@ def _cheapest(shape: ModelShape, chip: Chip, options: CostOptions, size: int) ->
         bins = [known for known in calibrated.provenance.get("bins", ()) if known.get("budgets")]
         if not bins:
             raise ValueError(f"--curves {name} has no measured tails; give schedules that `sparrow calibrate` wrote.")
+        if curves and calibrated.bin_tokens != layout.bin_tokens:
+            raise ValueError(
+                f"--curves {name} has bins of {calibrated.bin_tokens} tokens, and another one of {layout.bin_tokens}: "
+                "tails of different bins cannot be compared. Calibrate with the same --bin-tokens."
+            )
+        _check_model(name, calibrated, shape)
         curves[calibrated.page_size] = [TailCurve(tuple(known["budgets"]), tuple(known["low"])) for known in bins]
         layout = calibrated
     shortest = min(len(bins) for bins in curves.values())
@@ -221,6 +227,17 @@ def _cheapest(shape: ModelShape, chip: Chip, options: CostOptions, size: int) ->
         }
         for candidate in found
     ]
+
+
+def _check_model(name: str, schedule: SparsitySchedule, shape: ModelShape) -> None:
+    """Refuse a schedule that was calibrated for a model of another shape."""
+    known = (schedule.provenance.get("model") or {}).get("architecture") or {}
+    here = {"layers": len(shape.windows), "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    differing = [f"{key} {known[key]} against {here[key]}" for key in here if known.get(key, here[key]) != here[key]]
+    if differing:
+        raise ValueError(
+            f"--curves {name} was calibrated for another model than {shape.name}: {', '.join(differing)}."
+        )
 
 
 def print_results(results: dict[str, Any], console: Console) -> None:
