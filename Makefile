@@ -3,7 +3,7 @@
 #   make test    the tests without the slow ones        make test-all  all of them
 #   make test-oldest   the tests with the oldest supported releases, in .venv-oldest
 #   make lint    ruff and mypy                          make format    let ruff rewrite the files
-#   make bench   sparse against dense rollout, into bench.json
+#   make bench   sparse against dense rollout, into bench.json, in about 12 minutes on two cores; with BENCH_ARGS= whole
 #   make docs    the site, into site/                   make clean     remove what make made
 
 PYTHON ?= python3
@@ -12,7 +12,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 TEST_ARGS ?= -n auto -m "not slow"
-BENCH_ARGS ?=
+# For whole rollouts, `generate` alone takes ten minutes a dtype on two cores; what it does in a part of that tells enough.
+BENCH_ARGS ?= --steps 5 --time-limit 90
 
 BIN := .venv/bin
 # Once torch is there, nothing may replace it.

@@ -8,6 +8,9 @@ of their `forward`. That argument carries the state: [`~sparrow_trl.rollout.step
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -95,9 +98,24 @@ def sparrow_attention_forward(
     return out[None], None
 
 
-def no_mask(*args, **kwargs) -> None:
+_mask_windows: ContextVar[set[int | None] | None] = ContextVar("mask_windows", default=None)
+
+
+def no_mask(*args, local_size: int | None = None, **kwargs) -> None:
     """The mask function of `"sparrow"`: what a query sees is up to the attention state."""
-    return None
+    if (windows := _mask_windows.get()) is not None:
+        windows.add(local_size)
+
+
+@contextmanager
+def recorded_mask_windows() -> Iterator[set[int | None]]:
+    """The sliding windows (`None`: the whole past) of the masks that a model asks for meanwhile."""
+    windows: set[int | None] = set()
+    token = _mask_windows.set(windows)
+    try:
+        yield windows
+    finally:
+        _mask_windows.reset(token)
 
 
 AttentionInterface.register(ATTENTION_NAME, sparrow_attention_forward)

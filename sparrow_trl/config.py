@@ -2,13 +2,13 @@
 
 import json
 import os
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
+from .processes import warn
 from .rollout.sampler import Sampler
 from .sparsity import DEFAULT_TARGET, SparsitySchedule, is_hub_repo
 from .validation import boolean, fraction, integer
@@ -264,11 +264,10 @@ class SparrowGRPOConfig(GRPOConfig):
     def _check_importance_sampling(self):
         if not self.vllm_importance_sampling_correction:
             if self.sparse_schedule != "dense":
-                warnings.warn(
+                warn(
                     "vllm_importance_sampling_correction=False trains on the tokens of the sparse actor as if the "
                     "policy had sampled them, which is known to end in collapse. Leave it at True, or set "
                     "sparse_schedule='dense'.",
-                    UserWarning,
                     stacklevel=4,
                 )
             return
@@ -283,11 +282,10 @@ class SparrowGRPOConfig(GRPOConfig):
                     f"loss_type='vespo' needs vllm_importance_sampling_mode='token_truncate' or 'token_mask', not "
                     f"{mode!r}."
                 )
-            warnings.warn(
+            warn(
                 f"vllm_importance_sampling_mode={mode!r} takes one ratio for a whole completion. The differences "
                 "between the sparse actor and the policy multiply up along it, so for long completions nearly every "
                 "ratio is out of bounds. Use 'token_truncate'.",
-                UserWarning,
                 stacklevel=4,
             )
 

@@ -6,7 +6,7 @@ import operator
 from typing import Any
 
 
-def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """
     `value` as a plain `int`.
 
@@ -20,7 +20,7 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}={value!r} is not an integer.") from None
-    if number < low:
+    if low is not None and number < low:
         raise ValueError(f"{name}={number} is below {low}, the smallest value allowed.")
     if high is not None and number > high:
         raise ValueError(f"{name}={number} is above {high}, the largest value allowed.")

@@ -22,6 +22,13 @@ def test_scripts_differ_in_the_import_alone():
     assert changes == ["- from trl import GRPOConfig, GRPOTrainer", f"+ {IMPORT}"]
 
 
+@pytest.mark.parametrize("name", ["grpo_trl.py", "grpo_sparrow.py"])
+def test_scripts_can_be_imported_without_peft(name, monkeypatch):
+    pytest.importorskip("math_verify")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "main" in runpy.run_path(str(SCRIPTS / name))
+
+
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     """A tiny model and a dataset in folders, and the command line that names them."""
