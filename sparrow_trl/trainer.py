@@ -319,7 +319,7 @@ def _refuse_spread_parameters(model: torch.nn.Module) -> None:
         )
 
 
-def _warn_of_dropout(model: torch.nn.Module) -> None:
+def _warn_of_dropout(model: "PreTrainedModel | PeftModel") -> None:
     found = {
         name: value
         for name, value in vars(model.config.get_text_config()).items()
