@@ -1,4 +1,4 @@
-"""As much of a Hub as `huggingface_hub` needs to make a model repository, commit to it and download from it."""
+"""As much of a Hub as `huggingface_hub` needs to make a model or kernel repository, commit to it and download from it."""
 
 import base64
 import hashlib
@@ -11,11 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class LoopbackHub:
     """
     A server on 127.0.0.1 for the real client (`HF_ENDPOINT=hub.url`). `hub.files[repo_id][path]` holds the contents.
-    It keeps one revision a repository and takes small files only (no LFS, no Xet).
+    `hub.branches[repo_id]` are the branches
+    that were made, but it keeps one revision a repository; and it takes small files only (no LFS, no Xet).
     """
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, bytes]] = {}
+        self.branches: dict[str, set[str]] = {}
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
@@ -59,9 +61,14 @@ class _Handler(BaseHTTPRequestHandler):
             repo_id = "/".join(filter(None, (request.get("organization"), request["name"])))
             self.hub.files.setdefault(repo_id, {})
             return self.reply_json(url=f"{self.hub.url}/{repo_id}", id=repo_id, name=repo_id)
-        repo_id, action = re.fullmatch(
-            r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main(?:\?.*)?", self.path
+        if self.path == "/api/validate-yaml":
+            return self.reply_json(errors=[], warnings=[])
+        repo_id, action, revision = re.fullmatch(
+            r"/api/(?:models|kernels)/([^/]+/[^/]+)/(preupload|commit|branch)/([^/?]+)(?:\?.*)?", self.path
         ).groups()
+        if action == "branch":
+            self.hub.branches.setdefault(repo_id, set()).add(revision)
+            return self.reply_json()
         if action == "preupload":
             paths = [file["path"] for file in json.loads(body)["files"]]
             return self.reply_json(files=[{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths])
