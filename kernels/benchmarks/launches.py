@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ PACKED, SEQUENCES = 8192, 4  # tokens of a teacher-forced forward
 
 def store_kv(shape: Shape, dtype: torch.dtype) -> None:
     """A decode step and a chunk of a prompt."""
-    from sparrow_kernels import store_kv as op
+    op = import_module("sparrow_kernels.store_kv")
 
     pool = _pool(shape, dtype)
     for num_tokens in (BATCH, 1024):
@@ -127,7 +128,7 @@ def store_kv(shape: Shape, dtype: torch.dtype) -> None:
 
 def select_pages(shape: Shape, dtype: torch.dtype) -> None:
     """A decode step."""
-    from sparrow_kernels import select_pages as op
+    op = import_module("sparrow_kernels.select_pages")
 
     key_pages, _, landmarks = _pool(shape, dtype)
     op.select_pages(
@@ -144,7 +145,7 @@ def select_pages(shape: Shape, dtype: torch.dtype) -> None:
 
 def paged_attention(shape: Shape, dtype: torch.dtype) -> None:
     """A decode step over chosen pages, over all pages, over a window, and of 16 tokens a sequence."""
-    from sparrow_kernels import paged_attention as op
+    op = import_module("sparrow_kernels.paged_attention")
 
     key_pages, value_pages, _ = _pool(shape, dtype)
     query = meta(BATCH, shape.num_heads, shape.head_dim, dtype=dtype)
@@ -161,7 +162,7 @@ def paged_attention(shape: Shape, dtype: torch.dtype) -> None:
 
 def teacher_forced(shape: Shape, dtype: torch.dtype) -> None:
     """Forward and backward, sparse and dense."""
-    from sparrow_kernels import teacher_forced as op
+    op = import_module("sparrow_kernels.teacher_forced")
 
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     tensors = [meta(PACKED, count, shape.head_dim, dtype=dtype).requires_grad_() for count in heads]
@@ -183,7 +184,7 @@ def teacher_forced(shape: Shape, dtype: torch.dtype) -> None:
 
 def token_logprobs(shape: Shape, dtype: torch.dtype) -> None:
     """The sampled tokens of a decode step, and the 20 most likely ones."""
-    from sparrow_kernels import token_logprobs as op
+    op = import_module("sparrow_kernels.token_logprobs")
 
     logits = meta(BATCH, shape.vocab_size, dtype=torch.float32)
     for top in (0, 20):

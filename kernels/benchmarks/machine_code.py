@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,20 @@ class MachineCode:
         registers (`int`): of a thread; on AMD vector registers, those for matrices included.
         spills (`int`): loads and stores of registers that did not fit (NVIDIA), or such registers (AMD).
         shared_bytes (`int`): shared memory of a program.
-        loop_loads (`dict[int, int]`): instructions that load from global memory inside of the loops, by their bytes.
+        loads (`dict[int, int]`): instructions that load from global memory, by their bytes: those inside of loops, or all
+            where no loop loads.
     """
 
     registers: int
     spills: int
     shared_bytes: int
-    loop_loads: dict[int, int] = field(default_factory=dict)
+    loads: dict[int, int] = field(default_factory=dict)
 
     @property
     def wide_share(self) -> float | None:
-        """Part of the bytes loaded in loops that come 16 or more at a time, `None` where no loop loads."""
-        total = sum(width * count for width, count in self.loop_loads.items())
-        wide = sum(width * count for width, count in self.loop_loads.items() if width >= 16)
+        """Part of the loaded bytes that come 16 or more at a time, `None` where nothing is loaded."""
+        total = sum(width * count for width, count in self.loads.items())
+        wide = sum(width * count for width, count in self.loads.items() if width >= 16)
         return wide / total if total else None
 
 
@@ -70,7 +72,7 @@ def _read_nvidia(cubin: bytes, shared_bytes: int) -> MachineCode:
         registers=int(registers),
         spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared_bytes=shared_bytes,
-        loop_loads=nvidia_loop_loads(code),
+        loads=nvidia_loads(code),
     )
 
 
@@ -78,18 +80,20 @@ def _run(*command: str | Path) -> str:
     return subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True).stdout
 
 
-def nvidia_loop_loads(code: str) -> dict[int, int]:
-    """Loads inside of loops in what `nvdisasm -c` prints."""
+def nvidia_loads(code: str) -> dict[int, int]:
+    """Loads in what `nvdisasm -c` prints."""
     lines = code.splitlines()
     inside = _inside_loops(
         lines, label=re.compile(r"^(\.L\w+):"), branch=re.compile(r"\bBRA(?:\.\w+)*\b.*`\((\.L\w+)\)")
     )
-    loads: Counter[int] = Counter()
-    for number in sorted(inside):
-        if match := _NVIDIA_LOAD.search(lines[number]):
-            widths = [_NVIDIA_WIDTHS[part] for part in match[1].split(".") if part in _NVIDIA_WIDTHS]
-            loads[widths[0] if widths else 4] += 1
-    return dict(sorted(loads.items()))
+
+    def width(line: str) -> int | None:
+        if (match := _NVIDIA_LOAD.search(line)) is None:
+            return None
+        widths = [_NVIDIA_WIDTHS[part] for part in match[1].split(".") if part in _NVIDIA_WIDTHS]
+        return widths[0] if widths else 4
+
+    return _count(lines, inside, width)
 
 
 def _read_amd(code: str, shared_bytes: int) -> MachineCode:
@@ -100,22 +104,30 @@ def _read_amd(code: str, shared_bytes: int) -> MachineCode:
         registers=number("vgpr_count"),
         spills=number("vgpr_spill_count") + number("private_segment_fixed_size"),
         shared_bytes=shared_bytes,
-        loop_loads=amd_loop_loads(code),
+        loads=amd_loads(code),
     )
 
 
-def amd_loop_loads(code: str) -> dict[int, int]:
-    """Loads inside of loops in AMD's assembly."""
+def amd_loads(code: str) -> dict[int, int]:
+    """Loads in AMD's assembly."""
     lines = code.splitlines()
     inside = _inside_loops(
         lines, label=re.compile(r"^(\.LBB\w+):"), branch=re.compile(r"\bs_c?branch\w*\s+(\.LBB\w+)")
     )
-    loads: Counter[int] = Counter()
-    for place in sorted(inside):
-        if match := _AMD_LOAD.search(lines[place]):
-            kind = match[1].removesuffix("_d16_hi").removesuffix("_d16")
-            loads[_AMD_WIDTHS[kind]] += 1
-    return dict(sorted(loads.items()))
+
+    def width(line: str) -> int | None:
+        match = _AMD_LOAD.search(line)
+        return None if match is None else _AMD_WIDTHS[match[1].removesuffix("_d16_hi").removesuffix("_d16")]
+
+    return _count(lines, inside, width)
+
+
+def _count(lines: list[str], inside: set[int], width: Callable[[str], int | None]) -> dict[int, int]:
+    """Loads by their width, of the lines inside of loops or else of all."""
+    found = [(number in inside, bytes_loaded) for number, line in enumerate(lines) if (bytes_loaded := width(line))]
+    some_in_loops = any(in_loop for in_loop, _ in found)
+    counts = Counter(bytes_loaded for in_loop, bytes_loaded in found if in_loop or not some_in_loops)
+    return dict(sorted(counts.items()))
 
 
 def _inside_loops(lines: list[str], label: re.Pattern[str], branch: re.Pattern[str]) -> set[int]:

@@ -48,7 +48,7 @@ class Row:
     spilling: tuple[str, ...]
     shared_bytes: int
     wide_share: float | None
-    loop_loads: str
+    loads: str
 
 
 def compile_all(
@@ -83,7 +83,7 @@ def summarise(found: dict[tuple[str, str, Target], list[Variant]]) -> list[Row]:
         codes = [variant.code for variant in variants]
         loading = [code for code in codes if code.wide_share is not None]
         narrowest = min(loading, key=lambda code: code.wide_share or 0.0, default=None)
-        loads = {} if narrowest is None else narrowest.loop_loads
+        loads = {} if narrowest is None else narrowest.loads
         rows.append(
             Row(
                 op=op,
@@ -95,7 +95,7 @@ def summarise(found: dict[tuple[str, str, Target], list[Variant]]) -> list[Row]:
                 spilling=tuple(f"{v.shape} ({v.code.spills}; {v.options})" for v in variants if v.code.spills),
                 shared_bytes=max(code.shared_bytes for code in codes),
                 wide_share=None if narrowest is None else narrowest.wide_share,
-                loop_loads=", ".join(f"{count} x {8 * width}" for width, count in loads.items()),
+                loads=", ".join(f"{count} x {8 * width}" for width, count in loads.items()),
             )
         )
     return rows
@@ -124,8 +124,8 @@ def to_markdown(rows: list[Row]) -> str:
         "",
         "- **spills**: instructions that move registers to memory and back (NVIDIA), registers that lie in memory (AMD).",
         "- **shared**: shared memory of a program. sm_86 and sm_120 have 99 KiB of it, as consumer GPUs do.",
-        "- **wide**: part of the bytes that loops load from global memory with instructions of 128 bits, in the variant that has",
-        "  the smallest; and the loads of its loops by their bits.",
+        "- **wide**: part of the bytes that are loaded from global memory with instructions of 128 bits, in the variant where it is",
+        "  the smallest, and its loads by their bits: those in loops, or all where no loop loads.",
     ]
     for target in dict.fromkeys(row.target for row in rows):
         limit = target.shared_bytes >> 10
@@ -133,7 +133,7 @@ def to_markdown(rows: list[Row]) -> str:
             "",
             f"## {target.name}",
             "",
-            f"| op | kernel | variants | registers | spills | shared (of {limit} KiB) | wide | loads in loops |",
+            f"| op | kernel | variants | registers | spills | shared (of {limit} KiB) | wide | loads |",
             "|---|---|---|---|---|---|---|---|",
         ]
         for row in rows:
@@ -141,7 +141,7 @@ def to_markdown(rows: list[Row]) -> str:
                 wide = "-" if row.wide_share is None else f"{row.wide_share:.0%}"
                 lines.append(
                     f"| {row.op} | `{row.kernel}` | {row.variants} | {row.registers} | {row.spills} | "
-                    f"{row.shared_bytes / 1024:.1f} | {wide} | {row.loop_loads or '-'} |"
+                    f"{row.shared_bytes / 1024:.1f} | {wide} | {row.loads or '-'} |"
                 )
     return "\n".join(lines) + "\n"
 
