@@ -22,22 +22,23 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU to compile for, with the largest shared memory of a program there."""
+    """A GPU to compile for: its family in launch options, and the largest shared memory of a program there."""
 
     name: str
     target: GPUTarget
+    family: str
     shared_bytes: int
     dtype: torch.dtype = torch.bfloat16
 
 
 TARGETS = (
-    Target("sm_75", GPUTarget("cuda", 75, 32), 64 << 10, torch.float16),  # no bfloat16
-    Target("sm_80", GPUTarget("cuda", 80, 32), 163 << 10),
-    Target("sm_86", GPUTarget("cuda", 86, 32), 99 << 10),
-    Target("sm_90", GPUTarget("cuda", 90, 32), 227 << 10),
-    Target("sm_100", GPUTarget("cuda", 100, 32), 227 << 10),
-    Target("sm_120", GPUTarget("cuda", 120, 32), 99 << 10),
-    Target("gfx942", GPUTarget("hip", "gfx942", 64), 64 << 10),
+    Target("sm_75", GPUTarget("cuda", 75, 32), "turing", 64 << 10, torch.float16),  # no bfloat16
+    Target("sm_80", GPUTarget("cuda", 80, 32), "ampere", 163 << 10),
+    Target("sm_86", GPUTarget("cuda", 86, 32), "ampere", 99 << 10),
+    Target("sm_90", GPUTarget("cuda", 90, 32), "hopper", 227 << 10),
+    Target("sm_100", GPUTarget("cuda", 100, 32), "blackwell", 227 << 10),
+    Target("sm_120", GPUTarget("cuda", 120, 32), "ampere", 99 << 10),
+    Target("gfx942", GPUTarget("hip", "gfx942", 64), "cdna", 64 << 10),
 )
 
 
@@ -99,7 +100,8 @@ def compiled_launches(target: Target) -> Iterator[list[Any]]:
     # A device of its own for each target: Triton keeps compiled kernels by device.
     driver.set_active(_AbsentDriver(TARGETS.index(target), target.target))
     try:
-        yield kernels
+        with import_module("sparrow_kernels.launch").assume_family(target.family):
+            yield kernels
     finally:
         KernelInterface.__getitem__ = launch
         driver._active = previous

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import scratch
+
 
 SCORE_BYTES = 256 << 20  # of scores that exist at the same time
 SCORE_TOKENS, SCORE_PAGES, SCORE_DIMS = 64, 64, 32  # tile of the product of queries and landmarks
@@ -20,11 +22,6 @@ SCORE_TOKENS, SCORE_PAGES, SCORE_DIMS = 64, 64, 32  # tile of the product of que
 def count_blocks(num_tokens: int, num_sequences: int, size: int) -> int:
     """How many numbers blocks of `size` tokens take."""
     return num_tokens // size + num_sequences
-
-
-def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that a kernel fills before another one reads it."""
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 @triton.jit
@@ -161,7 +158,7 @@ def page_mask_select_kernel(
     pages = tl.arange(0, BLOCK_WORDS * 32)
     last = position // PAGE_SIZE
     chosen = pages <= last
-    budget = tl.load(budgets + start + position)
+    budget = tl.maximum(tl.load(budgets + start + position), 0)
     if (position >= tl.load(prompt_lengths + sequence)) & (last + 1 - SINK_PAGES - RECENT_PAGES > budget):
         candidate = (pages >= SINK_PAGES) & (pages <= last - RECENT_PAGES)
         score_row = (row.to(tl.int64) * num_kv_heads + head) * num_pages
@@ -172,10 +169,13 @@ def page_mask_select_kernel(
         ordered = tl.where(candidate, ordered, 0)
         threshold = tl.full((), 0, tl.uint32)
         bit = tl.full((), 1 << 31, tl.uint32)
-        while bit != 0:
+        num_kept = last + 1  # pages whose score is at least the threshold
+        while (bit != 0) & (num_kept != budget):
             higher = threshold | bit
-            enough = tl.sum((ordered >= higher).to(tl.int32), axis=0) >= budget
-            threshold = tl.where(enough, higher, threshold)
+            count = tl.sum((ordered >= higher).to(tl.int32), axis=0)
+            if count >= budget:
+                threshold = higher
+                num_kept = count
             bit = bit >> 1
         above = ordered > threshold
         equal = (ordered == threshold).to(tl.int32)
@@ -266,8 +266,7 @@ def page_mask_readers_kernel(
     sequence, start, length, first = locate(block, cu_seqlens, num_sequences, BLOCK_KEYS)
     if first >= length:
         return
-    PAGES: tl.constexpr = BLOCK_KEYS // PAGE_SIZE
-    WANTED: tl.constexpr = (1 << PAGES) - 1
+    WANTED: tl.constexpr = (1 << max(1, BLOCK_KEYS // PAGE_SIZE)) - 1
     word = first // PAGE_SIZE // 32
     shift = first // PAGE_SIZE % 32
     first_query_block = start // TOKENS + sequence

@@ -13,12 +13,25 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from .checks import DTYPES, MAX_GROUP, check, check_group, check_head_dim, check_tensor
-from .page_mask import PageLists, choose_pages, count_blocks, list_pages, list_readers, locate, scratch
+from .checks import DTYPES, MAX_GROUP, MAX_HEAD_DIM, check, check_group, check_head_dim, check_tensor
+from .launch import gpu_family, scratch
+from .page_mask import PageLists, choose_pages, count_blocks, list_pages, list_readers, locate
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+KERNELS = (
+    "teacher_forced_forward_kernel",
+    "teacher_forced_backward_query_kernel",
+    "teacher_forced_backward_key_kernel",
+)
+# Rows, keys, warps and stages of each kernel, up to a head dim of 128 and beyond. By compiling: no spilled registers.
+TILES = {
+    "ampere": (((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 8, 2)), ((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2))),
+    "hopper": (((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2)), ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2))),
+    "blackwell": (((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 8, 2)), ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2))),
+    "cdna": (((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2)), ((64, 32, 4, 2), (64, 32, 4, 2), (32, 16, 4, 2))),
+}
 
 
 @triton.jit
@@ -35,10 +48,11 @@ def _columns(
     i, page_list_row, num_listed, first_column,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
-    """Positions of the keys of block `i`: of pages `i * PAGES ..` of the list, or of consecutive tokens."""
+    """Positions of the keys of block `i`: of the listed pages one after the other, or of consecutive tokens."""
     offsets = tl.arange(0, BLOCK_N)
     if SPARSE:
-        entries = i * (BLOCK_N // PAGE_SIZE) + offsets // PAGE_SIZE
+        offsets += i * BLOCK_N
+        entries = offsets // PAGE_SIZE
         pages = tl.load(page_list_row + entries, mask=entries < num_listed, other=0).to(tl.int32)
         return pages * PAGE_SIZE + offsets % PAGE_SIZE
     else:
@@ -55,9 +69,8 @@ def _seen(
     if HAS_WINDOW:
         seen = seen & (columns[None, :] > positions[:, None] - sliding_window)
     if SPARSE:
-        PAGES: tl.constexpr = BLOCK_N // PAGE_SIZE
-        words = tl.load(mask_rows + i * PAGES // 32, mask=here, other=0)
-        bit = i * PAGES % 32 + tl.arange(0, BLOCK_N) // PAGE_SIZE
+        words = tl.load(mask_rows + i * BLOCK_N // PAGE_SIZE // 32, mask=here, other=0)
+        bit = (i * BLOCK_N + tl.arange(0, BLOCK_N)) // PAGE_SIZE % 32
         seen = seen & (((words[:, None] >> bit[None, :]) & 1) != 0)
     return seen
 
@@ -295,38 +308,31 @@ def launch_options(
     sparse: bool = True,
     has_window: bool = False,
     has_softcap: bool = False,
+    family: str = "ampere",
 ) -> dict[str, dict[str, Any]]:
     """Keyword arguments of each kernel of the op, by kernel name, as they are launched for these shapes."""
-    block_dim = max(16, triton.next_power_of_2(head_dim))
     group = num_heads // num_kv_heads
-    wide = dtype == torch.float32 or block_dim > 128
-    least = max(16, triton.next_power_of_2(group))
-    shared = {
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "BLOCK_DIM": block_dim,
-        "PAGE_SIZE": page_size,
-        "SPARSE": sparse,
-        "HAS_WINDOW": has_window,
-        "HAS_SOFTCAP": has_softcap,
-    }
-
-    def options(rows: int, keys: int, num_warps: int, num_stages: int) -> dict[str, Any]:
-        # The pages of a block of keys have their bits in one word.
-        keys = max(16, min(keys, 32 * page_size), page_size)
-        return {
-            **shared,
-            "BLOCK_M": max(rows, least),
-            "BLOCK_N": keys,
+    block_dim = max(16, triton.next_power_of_2(head_dim))
+    if family == "turing" or dtype == torch.float32:  # no matrix units: both factors of a product lie in registers
+        tiles = dict.fromkeys(KERNELS, (16, 16, 8, 1))
+    else:
+        tiles = dict(zip(KERNELS, TILES[family][block_dim > 128], strict=True))
+    options = {}
+    for kernel, (rows, keys, num_warps, num_stages) in tiles.items():
+        options[kernel] = {
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "BLOCK_DIM": block_dim,
+            "PAGE_SIZE": page_size,
+            "BLOCK_M": max(rows, triton.next_power_of_2(group)),
+            "BLOCK_N": min(keys, 32 * page_size),  # the pages of a block of keys have their bits in one word
+            "SPARSE": sparse,
+            "HAS_WINDOW": has_window,
+            "HAS_SOFTCAP": has_softcap,
             "num_warps": num_warps,
             "num_stages": num_stages,
         }
-
-    return {
-        "teacher_forced_forward_kernel": options(64, 32 if wide else 64, 4, 2),
-        "teacher_forced_backward_query_kernel": options(64, 32 if wide else 64, 4, 2),
-        "teacher_forced_backward_key_kernel": options(32, 32 if wide else 64, 4, 2),
-    }
+    return options
 
 
 class _TeacherForcedAttention(torch.autograd.Function):
@@ -418,6 +424,7 @@ def _launch_options(query, key, mask, options) -> dict[str, dict[str, Any]]:
         sparse=mask is not None,
         has_window=options["sliding_window"] is not None,
         has_softcap=options["softcap"] is not None,
+        family=gpu_family(query.device),
     )
 
 
@@ -441,6 +448,22 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 def _scalars(options: dict[str, Any]) -> tuple[float, float, int]:
     return options["scaling"], options["softcap"] or 1.0, options["sliding_window"] or 0
+
+
+def why_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, page_size: int) -> str | None:
+    """What keeps [`teacher_forced_attention`] from taking these tensors; `None` where it takes them."""
+    head_dim, group = query.shape[-1], query.shape[1] // key.shape[1]
+    if query.dtype not in DTYPES:
+        return f"the kernels do not know {str(query.dtype).removeprefix('torch.')}"
+    if value.shape[-1] != head_dim:
+        return f"keys have the head dim {head_dim} and values {value.shape[-1]}"
+    if head_dim % 8 or not 16 <= head_dim <= MAX_HEAD_DIM:
+        return f"the head dim {head_dim} is not a multiple of 8 from 16 to {MAX_HEAD_DIM}"
+    if group > MAX_GROUP:
+        return f"{group} query heads share a KV head, more than {MAX_GROUP}"
+    if page_size not in PAGE_SIZES:
+        return f"the kernels do not know page_size={page_size}, but {PAGE_SIZES}"
+    return None
 
 
 def teacher_forced_attention(
