@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import torch
 
 from .processes import local_world_size
@@ -27,6 +26,8 @@ def free_memory(device: torch.device) -> int:
 
 def available_memory() -> int:
     """Bytes of main memory that are available to all processes of this control group together."""
+    import psutil
+
     available = psutil.virtual_memory().available
     limit = _cgroup_available()
     return available if limit is None else min(available, limit)

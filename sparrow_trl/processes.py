@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import torch
-from accelerate.utils import get_int_from_env
 
 
 _LOCAL_WORLD_SIZE = (
@@ -18,7 +18,7 @@ _LOCAL_WORLD_SIZE = (
 
 def local_world_size() -> int:
     """Processes of the run on this machine, as the launcher has said (torchrun, `accelerate launch`, MPI)."""
-    return max(1, get_int_from_env(_LOCAL_WORLD_SIZE, 1))
+    return next((int(os.environ[name]) for name in _LOCAL_WORLD_SIZE if os.environ.get(name, "").isdecimal()), 1)
 
 
 def is_main_process() -> bool:

@@ -15,7 +15,7 @@ MACHINE = 1_000_000
 @pytest.fixture
 def cgroups(tmp_path, monkeypatch):
     """A machine with 1 MB free; the test writes control groups into the folder, and the file of this process's."""
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=MACHINE))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=MACHINE))
     monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "self")
     for name in processes._LOCAL_WORLD_SIZE:

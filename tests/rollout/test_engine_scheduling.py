@@ -359,7 +359,7 @@ def test_memory_fraction_bounds_the_pool(model, monkeypatch):
     class Memory:
         available = 400_000
 
-    monkeypatch.setattr(memory.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr("psutil.virtual_memory", Memory)
     monkeypatch.setattr(memory, "OWN_CGROUPS", Path("/nowhere"))
     output = engine_of(model, memory_fraction=0.25).generate(random_prompts(*[20] * 12), sampling(40))
     # 2 layers, 2 KV heads, keys and values of 4 tokens and a landmark, 16 wide, 4 bytes

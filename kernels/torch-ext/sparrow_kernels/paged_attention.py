@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import DTYPES, MAX_GROUP, check, check_group, check_pool, check_tensor
+from .checks import MAX_GROUP, check, check_group, check_pool, check_tensor
 
 
 MAX_QUERIES = 16
