@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from typing import Any
 
 import torch
 import triton
+
+
+WRONG = 3  # exit status
 
 
 @dataclass
@@ -95,7 +99,8 @@ def check(name: str, found: torch.Tensor, expected: torch.Tensor, limit: float) 
     """No speed is reported of what is computed wrongly."""
     difference = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
     if not difference <= limit:
-        raise SystemExit(f"{name} is wrong: relative norm {difference:.3g} from float64, limit {limit:g}")
+        print(f"{name} is wrong: relative norm {difference:.3g} from float64, limit {limit:g}", file=sys.stderr)
+        raise SystemExit(WRONG)
 
 
 def attention(sizes: Sizes, device: torch.device, results: Results, seconds: float) -> None:
@@ -276,7 +281,7 @@ def batching_seconds(model: Any, prompts: list[list[int]], num_tokens: int, limi
     started = time.perf_counter()
     found = continuous_batching(model, prompts, [num_tokens] * len(prompts), limit)
     if found != [num_tokens] * len(prompts):
-        raise SystemExit(f"continuous batching gave completions of {sorted(set(found))} tokens, not {num_tokens}")
+        raise RuntimeError(f"continuous batching gave completions of {sorted(set(found))} tokens, not {num_tokens}")
     return time.perf_counter() - started
 
 

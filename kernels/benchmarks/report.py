@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import sys
 from collections import defaultdict
@@ -114,8 +115,6 @@ def to_markdown(rows: list[Row]) -> str:
     """The report."""
     shapes = "; ".join(shape.names for shape in SHAPES)
     lines = [
-        "# Compiled kernels",
-        "",
         "Written by `make kernels-report`. Every Triton kernel is compiled with the options, the shapes and the alignment of",
         f"its launches, for {shapes}: pages of 16 tokens, a context of 32,768, a batch of 32; bfloat16, and float16 on sm_75. What",
         "stands here is read from the machine code, and is the largest of a kernel's variants. No GPU was asked.",
@@ -131,7 +130,7 @@ def to_markdown(rows: list[Row]) -> str:
         limit = target.shared_bytes >> 10
         lines += [
             "",
-            f"## {target.name}",
+            f"### {target.name}",
             "",
             f"| op | kernel | variants | registers | spills | shared (of {limit} KiB) | wide | loads |",
             "|---|---|---|---|---|---|---|---|",
@@ -163,12 +162,17 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="where to write the report (default: print it)")
     parser.add_argument("--op", nargs="+", choices=[op.__name__ for op in OPS], help="of these ops alone")
     parser.add_argument("--target", nargs="+", choices=[target.name for target in TARGETS], help="for these alone")
+    parser.add_argument("--shape", nargs="+", choices=[shape.names for shape in SHAPES], help="of these models alone")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON instead")
     args = parser.parse_args()
     ops = [op for op in OPS if args.op is None or op.__name__ in args.op]
     targets = [target for target in TARGETS if args.target is None or target.name in args.target]
-    rows = summarise(compile_all(ops, targets, SHAPES))
+    shapes = [shape for shape in SHAPES if args.shape is None or shape.names in args.shape]
+    rows = summarise(compile_all(ops, targets, shapes))
     text = to_markdown(rows)
-    if args.write is None:
+    if args.json:
+        json.dump([{**vars(row), "target": row.target.name} for row in rows], sys.stdout)
+    elif args.write is None:
         sys.stdout.write(text)
     else:
         args.write.write_text(text, encoding="utf-8")
