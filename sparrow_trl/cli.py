@@ -58,7 +58,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(rollout)
     rollout.set_defaults(run=_run_bench_rollout, parser=rollout)
+
+    push = commands.add_parser(
+        "push",
+        help="upload a trained model, its card and its evidence to the Hub",
+        description="Write the model card from what lies in the folder, and upload both. A fault of the network is tried "
+        "again; what has arrived is not sent again.",
+    )
+    push.add_argument("folder", metavar="DIR", help="output folder of a training, or one of its checkpoints")
+    push.add_argument("repo_id", metavar="REPO", help="repository on the Hub, user/name; made if missing")
+    push.add_argument(
+        "--private", action="store_true", default=None, help="make the repository private, if it is made"
+    )
+    push.add_argument("--revision", help="branch to commit to")
+    push.add_argument("--token", help="token with write permission (default: the one you are logged in with)")
+    push.add_argument("--message", default="Upload model", help="commit message (default: %(default)s)")
+    push.add_argument("--keep-card", action="store_true", help="leave README.md as it is")
+    push.set_defaults(run=_run_push)
     return parser
+
+
+def _run_push(args: argparse.Namespace, argv: list[str]) -> int:
+    from .hub.push import main as run
+
+    return run(
+        args.folder,
+        args.repo_id,
+        token=args.token,
+        private=args.private,
+        revision=args.revision,
+        message=args.message,
+        keep_card=args.keep_card,
+    )
 
 
 def _run_doctor(args: argparse.Namespace, argv: list[str]) -> int:

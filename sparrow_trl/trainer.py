@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from .config import SparrowGRPOConfig
+from .hub.publishing import PublishingTrainer
 from .processes import is_main_process, warn
 from .rollout import (
     WITHOUT_SPARSITY,
@@ -29,7 +30,7 @@ from .rollout import (
 )
 from .rollout_metrics import RolloutMetrics
 from .sparsity import SparsitySchedule
-from .trl_seams import ScoredRollout, SeamedGRPOTrainer
+from .trl_seams import ScoredRollout
 
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _UNSHARDED = f"Use DDP, or DeepSpeed ZeRO-1 or ZeRO-2. {WITHOUT_SPARSITY}"
 
 
-class SparrowGRPOTrainer(SeamedGRPOTrainer):
+class SparrowGRPOTrainer(PublishingTrainer):
     """
     Trainer for Group Relative Policy Optimization with sparse rollouts.
 
@@ -226,6 +227,11 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
                 check_support=self.args.rollout_check_support,
             )
         return self._rollout_engine
+
+    @property
+    def rollout_schedule(self) -> SparsitySchedule:
+        """The schedule of the next rollout."""
+        return self._schedule if self._rollout_engine is None else self._rollout_engine.schedule
 
     def _shows_progress(self) -> bool | None:
         if not self.accelerator.is_main_process:
