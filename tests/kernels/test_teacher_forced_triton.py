@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import DEVICE, DTYPES, poison, relative
-from test_page_mask import expected_choice, offsets
+from pools import DEVICE, DTYPES, relative
+from test_page_mask import expected_choice, offsets, poisoned
 
 from sparrow_kernels import page_mask, reference, teacher_forced
 from sparrow_kernels.launch import assume_family
@@ -15,7 +15,7 @@ from sparrow_kernels.launch import assume_family
 def poisoned_scratch():
     with pytest.MonkeyPatch.context() as patch:
         for module in (page_mask, teacher_forced):
-            patch.setattr(module, "scratch", lambda shape, dtype, device: poison(*shape, dtype=dtype))
+            patch.setattr(module, "scratch", poisoned)
         yield
 
 
