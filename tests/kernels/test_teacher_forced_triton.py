@@ -1,5 +1,6 @@
 """Teacher-forced attention in Triton equals the reference: values and gradients, of packed sequences."""
 
+import benchmark_teacher_forced
 import pytest
 import torch
 from hypothesis import given, settings
@@ -211,3 +212,7 @@ def test_refusals(change, message):
     tensors = inputs(8, shape["heads"], 1, shape["head_dim"], shape["dtype"])
     with pytest.raises(ValueError, match=message):
         run(tensors, [8], [2], None, **(layout() | change))
+
+
+def test_the_gate_of_the_benchmark():
+    assert benchmark_teacher_forced.error(benchmark_teacher_forced.SHAPES["smollm2-135m"], DEVICE) < 1e-5
