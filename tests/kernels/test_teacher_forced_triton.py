@@ -1,11 +1,12 @@
 """Teacher-forced attention in Triton equals the reference: values and gradients, of packed sequences."""
 
+import benchmark_teacher_forced
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import DEVICE, DTYPES, poison, relative
-from test_page_mask import expected_choice, offsets
+from pools import DEVICE, DTYPES, relative
+from test_page_mask import expected_choice, offsets, poisoned
 
 from sparrow_kernels import page_mask, reference, teacher_forced
 from sparrow_kernels.launch import assume_family
@@ -15,7 +16,7 @@ from sparrow_kernels.launch import assume_family
 def poisoned_scratch():
     with pytest.MonkeyPatch.context() as patch:
         for module in (page_mask, teacher_forced):
-            patch.setattr(module, "scratch", lambda shape, dtype, device: poison(*shape, dtype=dtype))
+            patch.setattr(module, "scratch", poisoned)
         yield
 
 
@@ -211,3 +212,7 @@ def test_refusals(change, message):
     tensors = inputs(8, shape["heads"], 1, shape["head_dim"], shape["dtype"])
     with pytest.raises(ValueError, match=message):
         run(tensors, [8], [2], None, **(layout() | change))
+
+
+def test_the_gate_of_the_benchmark():
+    assert benchmark_teacher_forced.error(benchmark_teacher_forced.SHAPES["smollm2-135m"], DEVICE) < 1e-5

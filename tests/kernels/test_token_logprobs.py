@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import DEVICE, DTYPES, poison
+from pools import DEVICE, DTYPES
+from test_page_mask import poisoned
 
 from sparrow_kernels import token_logprobs as op
 from sparrow_kernels.token_logprobs import token_logprobs
@@ -13,7 +14,7 @@ from sparrow_kernels.token_logprobs import token_logprobs
 @pytest.fixture(autouse=True, scope="module")
 def poisoned_scratch():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "scratch", lambda shape, dtype, device: poison(*shape, dtype=dtype))
+        patch.setattr(op, "scratch", poisoned)
         yield
 
 

@@ -73,7 +73,7 @@ def page_mask_landmarks_kernel(
     tl.store(landmarks + row * HEAD_DIM + dims, mean.to(landmarks.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "first_block", "num_pages"])
+@triton.jit(do_not_specialize=["num_sequences", "first_block", "num_words"])
 def page_mask_scores_kernel(
     query,
     landmarks,
@@ -82,7 +82,7 @@ def page_mask_scores_kernel(
     prompt_lengths,
     num_sequences,
     first_block,
-    num_pages,
+    num_words,
     query_stride_token,
     query_stride_head,
     PAGE_SIZE: tl.constexpr,
@@ -125,10 +125,10 @@ def page_mask_scores_kernel(
         landmark = tl.trans(landmark.to(tl.float32))
         total = tl.dot(mean / GROUP, landmark, total, input_precision="ieee")
     rows = (local_block * BLOCK_TOKENS + tokens).to(tl.int64) * num_kv_heads + head
-    tl.store(scores + rows[:, None] * num_pages + pages[None, :], total, mask=(pages < num_pages)[None, :])
+    tl.store(scores + rows[:, None] * (num_words * 32) + pages[None, :], total, mask=(pages < num_words * 32)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_sequences", "first_block", "num_pages", "num_words", "sliding_window"])
+@triton.jit(do_not_specialize=["num_sequences", "first_block", "num_words", "sliding_window"])
 def page_mask_select_kernel(
     scores,
     mask,
@@ -137,7 +137,6 @@ def page_mask_select_kernel(
     budgets,
     num_sequences,
     first_block,
-    num_pages,
     num_words,
     sliding_window,
     PAGE_SIZE: tl.constexpr,
@@ -161,8 +160,8 @@ def page_mask_select_kernel(
     budget = tl.maximum(tl.load(budgets + start + position), 0)
     if (position >= tl.load(prompt_lengths + sequence)) & (last + 1 - SINK_PAGES - RECENT_PAGES > budget):
         candidate = (pages >= SINK_PAGES) & (pages <= last - RECENT_PAGES)
-        score_row = (row.to(tl.int64) * num_kv_heads + head) * num_pages
-        score = tl.load(scores + score_row + pages, mask=candidate, other=0.0)
+        score_row = (row.to(tl.int64) * num_kv_heads + head) * (num_words * 32)
+        score = tl.load(scores + score_row + pages, mask=pages < (last // 32 + 1) * 32, other=0.0)
         score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
         bits = score.to(tl.int32, bitcast=True)
         ordered = tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
@@ -313,7 +312,7 @@ def choose_pages(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, num_sequences = key.shape[1], len(prompt_lengths)
     num_pages = triton.cdiv(max_seqlen, page_size)
-    num_words = triton.cdiv(num_pages, 32)
+    num_words = triton.cdiv(num_pages, 32)  # rows of scores are padded to it, so that they are aligned
     device = query.device
     num_rows = count_blocks(num_tokens, num_sequences, page_size)
     landmarks = scratch((num_rows, num_kv_heads, head_dim), key.dtype, device)
@@ -331,8 +330,9 @@ def choose_pages(
     )
     mask = scratch((num_tokens, num_kv_heads, num_words), torch.int32, device)
     num_blocks = count_blocks(num_tokens, num_sequences, SCORE_TOKENS)
-    chunk = max(1, min(num_blocks, score_bytes // (4 * SCORE_TOKENS * num_kv_heads * num_pages), 65535))
-    scores = scratch((chunk * SCORE_TOKENS, num_kv_heads, num_pages), torch.float32, device)
+    row_bytes = 4 * num_kv_heads * num_words * 32
+    chunk = max(1, min(num_blocks, score_bytes // (SCORE_TOKENS * row_bytes), 65535))
+    scores = scratch((chunk * SCORE_TOKENS, num_kv_heads, num_words * 32), torch.float32, device)
     for first_block in range(0, num_blocks, chunk):
         blocks = min(chunk, num_blocks - first_block)
         page_mask_scores_kernel[(triton.cdiv(num_pages, SCORE_PAGES), num_kv_heads, blocks)](
@@ -343,7 +343,7 @@ def choose_pages(
             prompt_lengths,
             num_sequences,
             first_block,
-            num_pages,
+            num_words,
             query.stride(0),
             query.stride(1),
             PAGE_SIZE=page_size,
@@ -363,7 +363,6 @@ def choose_pages(
             budgets,
             num_sequences,
             first_block,
-            num_pages,
             num_words,
             2**30 if sliding_window is None else sliding_window,
             PAGE_SIZE=page_size,
