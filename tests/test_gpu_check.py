@@ -26,6 +26,7 @@ def test_a_part_ends_in_time_and_says_how():
         command = [sys.executable, "-c", script, seconds, status]
         part, output = run_part("a part", command, 6.0, {})
         assert (part.status, output) == (expected, "begun\n")
+        assert part.detail == {"ok": "", "out of time": "stopped after 6 s"}.get(expected, "begun")
         assert part.seconds < 20
     part, _ = run_part("a part", [sys.executable, "-c", script, "0", "0"], 1.0, {})
     assert (part.status, part.seconds, part.detail) == ("skipped", 0.0, "no time was left")

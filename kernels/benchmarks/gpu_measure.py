@@ -234,7 +234,9 @@ def decode_step(sizes: Sizes, device: torch.device, results: Results, seconds: f
     prompts = draw_prompts(batch, sizes.context - sizes.decode_tokens, config.vocab_size)
     steps: dict[str, float] = {}
     for name, schedule in schedules(sizes).items():
-        stats = rollout(make_engine(model, schedule), prompts, sizes.decode_tokens).stats
+        engine = make_engine(model, schedule)
+        rollout(engine, prompts[:1], 4)  # compiles
+        stats = rollout(engine, prompts, sizes.decode_tokens).stats
         steps[name] = (stats.seconds_decode + stats.seconds_sampling) / max(1, stats.decode_steps)
     note = (
         f"{1e3 * steps['sparse']:.2f} against {1e3 * steps['dense']:.2f} ms, batch {batch}, context {sizes.context:,}"
@@ -296,6 +298,9 @@ def against_batching(sizes: Sizes, device: torch.device, results: Results, secon
     batching_seconds(model, prompts[:2], few, seconds)
     theirs = {number: batching_seconds(model, prompts, number, seconds) for number in sizes.other_tokens}
     steps = [(times[many] - times[few]) / (many - few) for times in (ours, theirs)]
+    if min(steps) <= 0:
+        print("The rollouts are too short to tell the time of a step.", file=sys.stderr)
+        return
     note = (
         f"{1e3 * steps[0]:.2f} against {1e3 * steps[1]:.2f} ms, batch {sizes.batch}, context {sizes.other_context:,}"
     )
