@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import checks
 from .checks import MAX_GROUP, check, check_group, check_pool, check_tensor
 
 
@@ -62,7 +63,7 @@ def token_span(
         earliest = latest
     oldest = 0
     if WINDOW:
-        oldest = tl.maximum(earliest - window + 1, 0)
+        oldest = tl.maximum(tl.minimum(earliest, latest) - window + 1, 0)  # 0 where all rows are padding
     if SPARSE:
         begin = 0
         count = tl.load(num_selected_ptr + first_query)
@@ -130,7 +131,7 @@ def paged_attention_kernel(
     )
     start = begin + split * chunk
     stop = tl.minimum(start + chunk, end)
-    if ONE_SPLIT == 0:
+    if ONE_SPLIT == 0:  # noqa: SIM102 (one is known when compiling)
         if start >= end:
             return
 
@@ -324,10 +325,11 @@ def launch_options(
     max_queries: int = 1,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    capability: int | None = None,
 ) -> dict[str, dict]:
     """
     Keyword arguments of each kernel of the op, by kernel name, as they are launched for these shapes. `sparse` says that a
-    page list is given, `packed` that `query_starts` are.
+    page list is given, `packed` that `query_starts` are; `capability` is 90 for sm_90 and so on, `None` elsewhere.
     """
     value_dim = value_dim or head_dim
     group = num_heads // num_kv_heads
@@ -413,7 +415,9 @@ def paged_attention(
     group = check_group(num_heads, num_kv_heads)
     check(group <= MAX_GROUP, f"{group} query heads share a KV head, but the kernels take at most {MAX_GROUP}.")
     check(1 <= max_queries <= MAX_QUERIES, f"max_queries is {max_queries}, but must be 1 to {MAX_QUERIES}.")
-    check(sliding_window is None or sliding_window >= 1, f"sliding_window is {sliding_window}, but must be at least 1.")
+    check(
+        sliding_window is None or sliding_window >= 1, f"sliding_window is {sliding_window}, but must be at least 1."
+    )
     check(softcap is None or softcap > 0, f"softcap is {softcap}, but must be above 0.")
     check((page_list is None) == (num_selected is None), "page_list and num_selected come together or not at all.")
     check(query_starts is not None or max_queries == 1, f"max_queries is {max_queries}, which asks for query_starts.")
@@ -463,6 +467,7 @@ def paged_attention(
         max_queries=max_queries,
         sliding_window=sliding_window,
         softcap=softcap,
+        capability=checks.compute_capability(query.device),
     )
     paged_attention_kernel[(num_sequences * num_kv_heads, num_splits)](
         query,
