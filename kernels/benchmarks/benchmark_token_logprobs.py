@@ -11,8 +11,8 @@ import json
 import sys
 
 import torch
-from benchmark_teacher_forced import milliseconds
 
+from benchmark_teacher_forced import milliseconds
 from sparrow_kernels.token_logprobs import token_logprobs
 
 

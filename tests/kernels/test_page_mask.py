@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import DEVICE
 
+from pools import DEVICE
 from sparrow_kernels import page_mask, reference
 
 

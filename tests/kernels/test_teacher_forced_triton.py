@@ -1,15 +1,15 @@
 """Teacher-forced attention in Triton equals the reference: values and gradients, of packed sequences."""
 
-import benchmark_teacher_forced
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import DEVICE, DTYPES, relative
-from test_page_mask import expected_choice, offsets, poisoned
 
+import benchmark_teacher_forced
+from pools import DEVICE, DTYPES, relative
 from sparrow_kernels import page_mask, reference, teacher_forced
 from sparrow_kernels.launch import assume_family
+from test_page_mask import expected_choice, offsets, poisoned
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import DEVICE, DTYPES
-from test_page_mask import poisoned
 
+from pools import DEVICE, DTYPES
 from sparrow_kernels import token_logprobs as op
 from sparrow_kernels.token_logprobs import token_logprobs
+from test_page_mask import poisoned
 
 
 @pytest.fixture(autouse=True, scope="module")
