@@ -752,7 +752,6 @@ def test_a_schedule_of_another_model_is_refused(tmp_path):
 @pytest.mark.parametrize("main", [True, False])
 def test_warnings_come_from_the_main_process_alone(tmp_path, monkeypatch, recwarn, main):
     """`auto` without a published schedule, a rollout function and dropout, each once a run."""
-    monkeypatch.setattr("sparrow_trl.trainer.is_main_process", lambda: main)
     monkeypatch.setattr("sparrow_trl.processes.is_main_process", lambda: main)
     arguments = {"model": tiny_model(attention_dropout=0.1), "rollout_func": lambda prompts, trainer: {}}
     make_trainer(tmp_path, arguments=arguments, sparse_schedule="auto")
