@@ -198,7 +198,7 @@ class RolloutEngine:
                     self._sample(sampler, logits, decoded, scheduler, stats, top_logprobs, bar)
         stats.preemptions = scheduler.preemptions
         stats.pages_peak, stats.pages_total = allocator.peak, num_pages
-        stats.kv_bytes_read, stats.kv_bytes_dense = runner.kv_bytes_read, runner.kv_bytes_dense
+        stats.kv_bytes_read, stats.kv_bytes_dense = runner.reads.read, runner.reads.dense
         stats.seconds = time.perf_counter() - started
         return RolloutOutput(
             completion_ids=[sequence.completion_ids for sequence in by_index],
