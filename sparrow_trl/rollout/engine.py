@@ -15,13 +15,13 @@ from transformers.utils import logging
 from ..attention import TeacherForced
 from ..sparsity import SparsitySchedule
 from .cache import PageAllocator, PagedKVCache
+from .host_loop import HostLoop
 from .isolation import rollout_mode
 from .output import RolloutOutput, RolloutStats
 from .runner import ModelRunner
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .sequence import Prompt, Sequence, random_stream
-from .step import Piece
 from .support import check_model_config, probe
 
 
@@ -180,22 +180,16 @@ class RolloutEngine:
             leave=False,
         )
         with rollout_mode(self.model, packed=True), bar:
-            while not scheduler.is_done:
-                admitted = scheduler.admit()
-                if admitted:
-                    clock = time.perf_counter()
-                    self._prefill(runner, scheduler, admitted, stats)
-                    stats.seconds_prefill += time.perf_counter() - clock
-                    fresh = [sequence for sequence in admitted if not sequence.completion_ids]
-                    if fresh:
-                        first = torch.stack([sequence.prompt.first_logits for sequence in fresh])
-                        self._sample(sampler, first, fresh, scheduler, stats, top_logprobs, bar)
-                    continue
-                clock = time.perf_counter()
-                logits, decoded = self._decode(runner, scheduler, stats)
-                stats.seconds_decode += time.perf_counter() - clock
-                if decoded:
-                    self._sample(sampler, logits, decoded, scheduler, stats, top_logprobs, bar)
+            loop = HostLoop(
+                runner,
+                scheduler,
+                sampler,
+                stats,
+                prefill_chunk_size=self.prefill_chunk_size,
+                top_logprobs=top_logprobs,
+                bar=bar,
+            )
+            loop.run()
         stats.preemptions = scheduler.preemptions
         stats.pages_peak, stats.pages_total = allocator.peak, num_pages
         stats.kv_bytes_read, stats.kv_bytes_dense = runner.reads.read, runner.reads.dense
@@ -325,65 +319,6 @@ class RolloutEngine:
                     f"{num_pages}. Raise `rollout_memory_fraction` (now {self.memory_fraction}) or `max_pages` (now "
                     f"{self.max_pages}), or lower `max_completion_length` or the prompt's length."
                 )
-
-    def _prefill(self, runner: ModelRunner, scheduler: Scheduler, admitted: list[Sequence], stats: RolloutStats):
-        """Compute the prompts that are not in the cache, several to a forward or one over several, and fork them."""
-        queue = list(dict.fromkeys(s.prompt for s in admitted if not s.prompt.is_ready))
-        while queue:
-            pieces, ends, room = [], [], self.prefill_chunk_size
-            for prompt in queue:
-                if room == 0:
-                    break
-                token_ids = prompt.token_ids[prompt.num_cached : prompt.num_cached + room]
-                pieces.append(Piece(prompt.table, prompt.num_cached, token_ids))
-                room -= len(token_ids)
-                prompt.num_cached += len(token_ids)
-                if prompt.is_ready:
-                    ends.append((prompt, self.prefill_chunk_size - room - 1))
-            logits = runner.run(pieces, [place for _, place in ends] or [0], decoding=False)
-            for (prompt, _), row in zip(ends, logits, strict=False):
-                prompt.first_logits = row
-            stats.prefill_tokens += self.prefill_chunk_size - room
-            queue = [prompt for prompt in queue if not prompt.is_ready]
-        for sequence in admitted:
-            scheduler.fork(sequence)
-
-    def _decode(
-        self, runner: ModelRunner, scheduler: Scheduler, stats: RolloutStats
-    ) -> tuple[torch.Tensor, list[Sequence]]:
-        """One step of every running sequence: logits, and the sequences they belong to (those not catching up)."""
-        pieces = scheduler.decode_pieces()
-        keep, decoded, end = [], [], -1
-        for piece, sequence in zip(pieces, scheduler.running, strict=True):
-            end += len(piece.token_ids)
-            sequence.num_cached = piece.stop
-            if piece.stop == sequence.num_tokens:
-                keep.append(end)
-                decoded.append(sequence)
-            stats.recomputed_tokens += len(piece.token_ids) - (piece.stop == sequence.num_tokens)
-        stats.decode_steps += 1
-        return runner.run(pieces, keep or [0], decoding=True), decoded
-
-    def _sample(self, sampler, logits, sequences, scheduler, stats, top_logprobs, bar) -> None:
-        clock = time.perf_counter()
-        wants_top = top_logprobs if any(sequence.keep_top for sequence in sequences) else 0
-        tokens, logprobs, top = sampler(logits, sequences, wants_top)
-        stops = set(sampler.stop_token_ids)
-        for i, sequence in enumerate(sequences):
-            sequence.completion_ids.append(tokens[i])
-            sequence.logprobs.append(logprobs[i])
-            if sequence.keep_top and top is not None:
-                sequence.top_ids.append(top[0][i])
-                sequence.top_logprobs.append(top[1][i])
-            if tokens[i] in stops:
-                sequence.finish_reason = "stop"
-            elif len(sequence.completion_ids) >= sequence.max_new_tokens:
-                sequence.finish_reason = "length"
-            if sequence.finish_reason is not None:
-                scheduler.finish(sequence)
-                bar.update()
-        stats.completion_tokens += len(sequences)
-        stats.seconds_sampling += time.perf_counter() - clock
 
 
 def _as_list(ids: int | Iterable[int] | None) -> list[int]:
