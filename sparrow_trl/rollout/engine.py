@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 import psutil
 import torch
@@ -14,7 +15,9 @@ from transformers.utils import logging
 
 from ..attention import TeacherForced
 from ..sparsity import SparsitySchedule
+from .backend import BACKENDS, KVShape, choose_backend
 from .cache import PageAllocator, PagedKVCache
+from .device_loop import DeviceLoop, num_columns
 from .host_loop import HostLoop
 from .isolation import rollout_mode
 from .output import RolloutOutput, RolloutStats
@@ -55,6 +58,10 @@ class RolloutEngine:
         check_support (`bool`, *optional*, defaults to `True`):
             Whether to compare a short paged decode with the model's own forward now, and refuse the model where they
             differ.
+        decode_backend (`str`, *optional*, defaults to `"auto"`):
+            What decodes: `"triton"` (kernels) or `"torch"` (PyTorch operations), in bursts of steps that stay on the
+            device, or `"host"` (PyTorch operations, every step planned and read on the host). `"auto"` is `"host"` on a
+            CPU; on a CUDA device it is `"triton"`, or `"torch"` with a warning where Triton does not run.
 
     Raises:
         UnsupportedModelError: for models that paged attention would run wrongly.
@@ -82,6 +89,7 @@ class RolloutEngine:
         max_pages: int | None = None,
         progress_bar: bool | None = None,
         check_support: bool = True,
+        decode_backend: str = "auto",
     ):
         if not isinstance(schedule, SparsitySchedule):
             raise TypeError(
@@ -97,13 +105,16 @@ class RolloutEngine:
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
+        if decode_backend not in BACKENDS:
+            raise ValueError(f"decode_backend={decode_backend!r} must be one of {', '.join(map(repr, BACKENDS))}.")
+        self.decode_backend = decode_backend
         self.model, self.schedule = model, schedule
         self.stop_token_ids = _stop_ids(model, stop_token_ids)
         self.memory_fraction, self.max_num_seqs = memory_fraction, max_num_seqs
         self.prefill_chunk_size, self.max_pages = prefill_chunk_size, max_pages
         self.progress_bar = progress_bar
         check_model_config(model)
-        self._token_numel, self._page_numel, self._dtype = probe(model, compare=check_support)
+        self._footprint = probe(model, compare=check_support)
         self._warned_length = False
 
     def generate(
@@ -170,6 +181,8 @@ class RolloutEngine:
         allocator = PageAllocator(num_pages)
         scheduler = Scheduler(cache, allocator, sequences, self.max_num_seqs)
         runner = ModelRunner(self.model, self.schedule, cache)
+        backend = self._backend(sequences, sampler, dtype)
+        make_loop = HostLoop if backend == "host" else partial(DeviceLoop, backend=backend)
         by_index = sorted(sequences, key=lambda sequence: sequence.index)
         bar = tqdm(
             total=len(sequences),
@@ -180,7 +193,7 @@ class RolloutEngine:
             leave=False,
         )
         with rollout_mode(self.model, packed=True), bar:
-            loop = HostLoop(
+            loop = make_loop(
                 runner,
                 scheduler,
                 sampler,
@@ -284,7 +297,29 @@ class RolloutEngine:
 
     def _cache_dtype(self) -> torch.dtype:
         device_type = next(self.model.parameters()).device.type
-        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self._dtype
+        return (
+            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self._footprint.dtype
+        )
+
+    def _backend(self, sequences: list[Sequence], sampler: Sampler, dtype: torch.dtype) -> str:
+        """What decodes (see [`~sparrow_trl.rollout.backend.choose_backend`])."""
+        most = max(len(sequence.prompt.token_ids) + sequence.max_new_tokens for sequence in sequences)
+        config, layers = self.model.config.get_text_config(), self._footprint.layers
+        shape = KVShape(
+            num_heads=getattr(config, "num_attention_heads", None) or max(heads for heads, _, _ in layers),
+            layers=layers,
+            page_size=self.schedule.page_size,
+            max_pages=num_columns(-(-most // self.schedule.page_size)),
+            dtype=dtype,
+        )
+        backend = choose_backend(self.decode_backend, next(self.model.parameters()).device, shape)
+        if backend != "host" and sampler.uses_history:
+            logger.warning_once(
+                "Sampling options that look at the tokens so far (repetition_penalty, no_repeat_ngram_size, min_new_tokens "
+                "and the like) are applied on the host: every decode step waits for it, which is slower."
+            )
+            return "host"
+        return backend
 
     def _num_pages(self, sequences: list[Sequence], dtype: torch.dtype) -> int:
         """Pages of the pool: what the sequences need at most, within the memory that the rollout may take."""
@@ -303,7 +338,7 @@ class RolloutEngine:
             free = torch.cuda.mem_get_info(device)[0]
         else:
             free = psutil.virtual_memory().available
-        page_bytes = (self._token_numel * page_size + self._page_numel) * dtype.itemsize
+        page_bytes = (self._footprint.token_numel * page_size + self._footprint.page_numel) * dtype.itemsize
         affordable = int(free * self.memory_fraction / page_bytes)
         return min(wanted, affordable, wanted if self.max_pages is None else self.max_pages)
 
