@@ -136,6 +136,8 @@ class DeviceLoop(HostLoop):
 
     def __init__(self, *args, backend: str, **options):
         super().__init__(*args, **options)
+        vocab_size = self.runner.model.config.get_text_config().vocab_size
+        self.top_logprobs = min(self.top_logprobs, vocab_size)
         sequences = list(self.scheduler.waiting)
         pages = [self.scheduler.pages_for(len(s.prompt.token_ids) + s.max_new_tokens) for s in sequences]
         self.burst = DecodeBurst(

@@ -26,6 +26,7 @@ from .sampler import Sampler
 from .scheduler import Scheduler
 from .sequence import Prompt, Sequence, random_stream
 from .support import check_model_config, probe
+from .weights import copied_bytes
 
 
 logger = logging.get_logger(__name__)
@@ -335,7 +336,8 @@ class RolloutEngine:
         device = next(self.model.parameters()).device
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what the last backward left to PyTorch's allocator counts as free
-            free = torch.cuda.mem_get_info(device)[0]
+            autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+            free = max(0, torch.cuda.mem_get_info(device)[0] - copied_bytes(self.model, autocast))
         else:
             free = psutil.virtual_memory().available
         page_bytes = (self._footprint.token_numel * page_size + self._footprint.page_numel) * dtype.itemsize
