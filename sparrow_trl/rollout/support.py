@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -144,7 +145,17 @@ def _check_windows(config: PretrainedConfig, found: dict[int, int | None], maske
             )
 
 
-def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, int, torch.dtype]:
+@dataclass(frozen=True)
+class Footprint:
+    """What a model keeps in the KV cache."""
+
+    token_numel: int  # numbers over all layers for one token
+    page_numel: int  # and for one page on top: its landmarks
+    dtype: torch.dtype  # of the keys
+    layers: frozenset[tuple[int, int, int]]  # (num_kv_heads, head_dim, value_dim) that occur
+
+
+def probe(model: PreTrainedModel, compare: bool = True) -> Footprint:
     """
     Run a short random prompt through the paged path (prefill, then single tokens, dense schedule) and compare its
     logits with the model's own forward.
@@ -153,8 +164,7 @@ def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, int, torch
         compare (`bool`, *optional*, defaults to `True`): whether to compare; without, only shapes are learnt.
 
     Returns:
-        `tuple[int, int, torch.dtype]`: numbers that the KV cache keeps over all layers for one token, and for one page
-        on top (its landmarks), and the dtype of the keys.
+        `Footprint`.
 
     Raises:
         UnsupportedModelError: where attention layers are not reached or the logits differ.
@@ -214,4 +224,5 @@ def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, int, torch
                 f"decode differ from the model's own forward by {difference:.2g} (relative norm; limit {tolerance:g}). "
                 f"{WITHOUT_SPARSITY}"
             )
-    return *cache.numel, cache.layers[0][0].dtype
+    shapes = frozenset((keys.shape[0], keys.shape[-1], values.shape[-1]) for keys, values, _ in cache.layers.values())
+    return Footprint(*cache.numel, cache.layers[0][0].dtype, shapes)
