@@ -129,11 +129,10 @@ def test_page_sizes(page_size):
 
 
 @pytest.mark.parametrize("family", ["turing", "ampere", "hopper", "blackwell", "cdna"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [128, 256])
 def test_launch_options_of_every_gpu(family, head_dim):
-    lengths, prompts = [150, 70], [120, 60]
     with assume_family(family):
-        check(inputs(220, 5, 1, head_dim, torch.float16), lengths, prompts, 3, **layout())
+        check(inputs(70, 5, 1, head_dim, torch.float16), [62, 8], [50, 3], 3, **layout())
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
