@@ -32,6 +32,8 @@ TILES = {
     "blackwell": (((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 8, 2)), ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2))),
     "cdna": (((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2)), ((64, 32, 4, 2), (64, 32, 4, 2), (32, 16, 4, 2))),
 }
+# Of the last kernel up to a head dim of 128, where heads of a group are no power of two: their rows take more registers.
+UNEVEN_TILES = {"hopper": (32, 64, 8, 2), "cdna": (32, 32, 4, 2)}
 
 
 @triton.jit
@@ -317,6 +319,8 @@ def launch_options(
         tiles = dict.fromkeys(KERNELS, (16, 16, 8, 1))
     else:
         tiles = dict(zip(KERNELS, TILES[family][block_dim > 128], strict=True))
+        if group & (group - 1) and block_dim <= 128:
+            tiles[KERNELS[-1]] = UNEVEN_TILES.get(family, tiles[KERNELS[-1]])
     options = {}
     for kernel, (rows, keys, num_warps, num_stages) in tiles.items():
         options[kernel] = {
