@@ -25,7 +25,9 @@ def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...],
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     check(tensor.dtype in dtypes, f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}, but must be {names}.")
     contiguous = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
-    check(contiguous, f"`{name}` has stride {tensor.stride(-1)} in its last dimension, but must have 1: `.contiguous()`.")
+    check(
+        contiguous, f"`{name}` has stride {tensor.stride(-1)} in its last dimension, but must have 1: `.contiguous()`."
+    )
 
 
 def check_pool(key_pages: torch.Tensor, value_pages: torch.Tensor) -> None:

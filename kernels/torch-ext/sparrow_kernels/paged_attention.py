@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import DTYPES, MAX_GROUP, check, check_group, check_pool, check_tensor
+from .checks import MAX_GROUP, check, check_group, check_pool, check_tensor
 
 
 MAX_QUERIES = 16
@@ -413,7 +413,9 @@ def paged_attention(
     group = check_group(num_heads, num_kv_heads)
     check(group <= MAX_GROUP, f"{group} query heads share a KV head, but the kernels take at most {MAX_GROUP}.")
     check(1 <= max_queries <= MAX_QUERIES, f"max_queries is {max_queries}, but must be 1 to {MAX_QUERIES}.")
-    check(sliding_window is None or sliding_window >= 1, f"sliding_window is {sliding_window}, but must be at least 1.")
+    check(
+        sliding_window is None or sliding_window >= 1, f"sliding_window is {sliding_window}, but must be at least 1."
+    )
     check(softcap is None or softcap > 0, f"softcap is {softcap}, but must be above 0.")
     check((page_list is None) == (num_selected is None), "page_list and num_selected come together or not at all.")
     check(query_starts is not None or max_queries == 1, f"max_queries is {max_queries}, which asks for query_starts.")

@@ -228,7 +228,9 @@ def select_pages(
     check(group <= MAX_GROUP, f"{group} query heads share a KV head, but the kernels take at most {MAX_GROUP}.")
     check(max_pages <= MAX_PAGES, f"page_table has {max_pages} pages a row, but selection takes at most {MAX_PAGES}.")
     check(sink_pages >= 0, f"sink_pages is {sink_pages}, but must be at least 0.")
-    check(recent_pages >= 1, f"recent_pages is {recent_pages}, but must be at least 1: a page being filled has no score.")
+    check(
+        recent_pages >= 1, f"recent_pages is {recent_pages}, but must be at least 1: a page being filled has no score."
+    )
     check(max_selected >= 1, f"max_selected is {max_selected}, but must be at least 1.")
     if out is None:
         page_list = torch.empty(num_queries, num_kv_heads, max_selected, dtype=torch.int32, device=query.device)
