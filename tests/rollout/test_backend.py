@@ -141,5 +141,4 @@ def test_no_kernel_is_compiled_again_while_sequences_grow(interpreted, monkeypat
     warm = set(seen)
     assert warm
     engine.generate(random_prompts(75, 200), sampling(11))
-    decoding = {entry for entry in seen - warm}
-    assert decoding == set()
+    assert seen == warm
