@@ -98,10 +98,13 @@ def test_a_trial_notices_a_wrong_kernel(op, monkeypatch, interpreted):
     assert "differs from PyTorch's" in why_not_triton(CPU, SHAPE)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_triton_samples_what_the_host_samples(model_type, interpreted):
-    model = tiny_model(model_type, num_hidden_layers=2)
-    schedule = SparsitySchedule((0, 1), bin_tokens=70, dense_layers=(1,))
+@pytest.mark.parametrize(
+    "model_type, options", [("llama", {}), ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]})]
+)
+def test_triton_samples_what_the_host_samples(model_type, options, interpreted):
+    """Layers that choose pages, and dense or sliding ones."""
+    model = tiny_model(model_type, num_hidden_layers=2, **options)
+    schedule = SparsitySchedule((0, 1), bin_tokens=70, dense_layers=(0,))
     prompts, config = random_prompts(15, 60, 60), sampling(10)
     expected, found = (
         engine_of(model, schedule, decode_backend=name).generate(prompts, config, top_logprobs=2)
