@@ -19,6 +19,7 @@ from . import __version__
 from .attention import ATTENTION_NAME
 from .environment import Requirement, hardware, requirements
 from .rollout import RolloutEngine, UnsupportedModelError, check_model_config
+from .rollout.backend import KVShape, why_not_triton
 from .sparsity import SparsitySchedule
 from .sparsity.presets import preset_name
 
@@ -108,8 +109,13 @@ def _machine(console: Console) -> None:
 
 
 def backend() -> str:
-    """What computes the attention of a rollout on this machine."""
-    return f"PyTorch ops on {'cuda' if torch.cuda.is_available() else 'cpu'}"
+    """What decodes in a rollout on this machine, for a model in bfloat16 with the usual sizes."""
+    if not torch.cuda.is_available():
+        return "PyTorch ops on cpu, each step planned on the host"
+    shape = KVShape(16, frozenset({(8, 128, 128)}), page_size=16, max_pages=512, dtype=torch.bfloat16)
+    reason = why_not_triton(torch.device("cuda", torch.cuda.current_device()), shape)
+    steps = "steps replayed as CUDA graphs"
+    return f"Triton kernels on cuda, {steps}" if reason is None else f"PyTorch ops on cuda, {steps} (Triton: {reason})"
 
 
 def _model(name: str, probe_model: bool, console: Console) -> int:

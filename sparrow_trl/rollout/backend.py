@@ -123,16 +123,13 @@ def _try_kernels(
         return torch.randn(*sizes, generator=generator).to(device, shape.dtype)
 
     page_size, pages = shape.page_size, 4
-    key_pages, value_pages = (
-        draw(num_kv_heads, pages, page_size, head_dim),
-        draw(num_kv_heads, pages, page_size, value_dim),
-    )
-    landmarks, key, value = (
-        draw(num_kv_heads, pages, head_dim),
-        draw(1, num_kv_heads, head_dim),
-        draw(1, num_kv_heads, value_dim),
-    )
+    key_pages = draw(num_kv_heads, pages, page_size, head_dim)
+    value_pages = draw(num_kv_heads, pages, page_size, value_dim)
+    key, value = draw(1, num_kv_heads, head_dim), draw(1, num_kv_heads, value_dim)
     query = draw(1, shape.num_heads, head_dim)
+    # Scores far apart, so that rounding does not decide.
+    landmarks = query.view(num_kv_heads, 1, -1, head_dim).mean(2) * torch.arange(1, pages + 1, device=device)[:, None]
+    landmarks = landmarks.to(shape.dtype)
     table = torch.zeros(1, max(shape.max_pages, pages), dtype=torch.int32, device=device)
     table[0, :pages] = torch.tensor([2, 0, 3, 1])
     positions = torch.tensor([pages * page_size - 1], device=device)

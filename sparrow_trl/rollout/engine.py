@@ -190,8 +190,8 @@ class RolloutEngine:
         cache = PagedKVCache(num_pages, self.schedule.page_size, dtype)
         allocator = PageAllocator(num_pages)
         scheduler = Scheduler(cache, allocator, sequences, self.max_num_seqs)
-        runner = ModelRunner(self.model, self.schedule, cache)
         backend = self._backend(sequences, sampler, dtype)
+        runner = ModelRunner(self.model, self.schedule, cache, backend)
         make_loop = HostLoop if backend == "host" else partial(DeviceLoop, backend=backend)
         by_index = sorted(sequences, key=lambda sequence: sequence.index)
         bar = tqdm(

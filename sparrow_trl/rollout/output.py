@@ -17,7 +17,8 @@ class RolloutStats:
         recomputed_tokens (`int`): completion tokens that went through the model again after a preemption.
         decode_steps (`int`): forwards that decoded.
         preemptions (`int`): how often a sequence had to give its pages back.
-        seconds, seconds_prefill, seconds_decode, seconds_sampling (`float`): the whole rollout and its phases.
+        seconds, seconds_prefill, seconds_decode, seconds_sampling (`float`): the whole rollout and its phases; what is
+            sampled in the bursts of a device counts as decoding.
         pages_peak, pages_total (`int`): KV pages in use at most, and in the pool.
         kv_bytes_read (`int`): bytes of keys, values and landmarks that attention read while decoding.
         kv_bytes_dense (`int`): bytes that dense attention would have read for the same tokens.

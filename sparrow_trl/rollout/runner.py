@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from sparrow_kernels import torch_ops
 
 from ..sparsity import SparsitySchedule
+from .backend import make_ops
 from .cache import PagedKVCache
 from .reads import ReadCounter
 from .step import PagedStep, Piece
@@ -24,9 +25,11 @@ class ModelRunner:
         model ([`~transformers.PreTrainedModel`]): a causal language model, possibly wrapped by PEFT.
         schedule (`SparsitySchedule`): sparsity of decode steps.
         cache (`PagedKVCache`): the pool of pages.
+        backend (`str`, *optional*, defaults to `"host"`): with `"triton"`, keys and values are stored by its kernel.
     """
 
-    def __init__(self, model: PreTrainedModel, schedule: SparsitySchedule, cache: PagedKVCache):
+    def __init__(self, model: PreTrainedModel, schedule: SparsitySchedule, cache: PagedKVCache, backend: str = "host"):
+        self.ops = make_ops("triton") if backend == "triton" else None
         self.model, self.schedule, self.cache = model, schedule, cache
         self.device = next(model.parameters()).device
         self.work = torch_ops.Workspace()
@@ -47,7 +50,7 @@ class ModelRunner:
         Returns:
             `torch.Tensor`: `(len(keep), vocab_size)` float32.
         """
-        step = PagedStep(self.cache, self.schedule, pieces, decoding, self.work, self.device)
+        step = PagedStep(self.cache, self.schedule, pieces, decoding, self.work, self.device, self.ops)
         token_ids = [token for piece in pieces for token in piece.token_ids]
         kept = torch.tensor(keep, dtype=torch.long, device=self.device)
         logits = self.model(

@@ -11,6 +11,7 @@ import torch
 from sparrow_kernels import torch_ops
 
 from ..sparsity import SparsitySchedule
+from .backend import DeviceOps
 from .cache import PagedKVCache, PageTable
 from .reads import budgets_of, leaves_pages_out, selects_pages
 
@@ -40,6 +41,7 @@ class PagedStep:
         decoding (`bool`): whether these are completion tokens (sparse by the schedule) or prompts (dense).
         work (`torch_ops.Workspace`): scratch memory.
         device (`torch.device`): the model's device.
+        ops (`DeviceOps`, *optional*): kernels to store keys and values with, instead of PyTorch operations.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class PagedStep:
         decoding: bool,
         work: torch_ops.Workspace,
         device: torch.device,
+        ops: DeviceOps | None = None,
     ):
+        self.ops = ops
         self.cache, self.schedule, self.pieces, self.decoding = cache, schedule, pieces, decoding
         self.work, self.device = work, device
         page_size = cache.page_size
@@ -76,9 +80,11 @@ class PagedStep:
         self.windows[layer] = sliding_window
         key_pages, value_pages, landmarks = self.cache.layer(layer, key, value)
         selects = selects_pages(self.schedule, layer, sliding_window)
-        torch_ops.store_kv(
-            key, value, self.slots, self.full_pages, key_pages, value_pages, landmarks if selects else None
-        )
+        landmarks_if_any = landmarks if selects else None
+        if self.ops is not None:
+            self.ops.store_kv(key, value, self.slots, key_pages, value_pages, landmarks_if_any)
+        else:
+            torch_ops.store_kv(key, value, self.slots, self.full_pages, key_pages, value_pages, landmarks_if_any)
         query = query.to(key_pages.dtype)
         if selects and self.prunes:
             out = self._sparse(query, key_pages, value_pages, landmarks, scaling, softcap)
