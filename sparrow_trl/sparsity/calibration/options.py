@@ -34,7 +34,7 @@ class MeasureOptions:
     check_places: int = 48
     check_tokens: int = 48
     prompt_length: int = 256
-    min_tokens: int = 200
+    min_tokens: int = 100
     confidence: float = 0.90
     temperature: float = 1.0
     seed: int = 0
