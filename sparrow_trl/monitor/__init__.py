@@ -8,15 +8,21 @@ from .acceptance import (
     top_k_bounds,
     top_logprobs,
 )
+from .controller import Decision, ScheduleController
 from .histogram import AcceptanceHistogram, ScaledBetaFit, TailEstimate
+from .judge import TailJudge, Verdict
 
 
 __all__ = [
     "AcceptanceBounds",
     "AcceptanceHistogram",
+    "Decision",
     "LazyLogits",
     "ScaledBetaFit",
+    "ScheduleController",
     "TailEstimate",
+    "TailJudge",
+    "Verdict",
     "acceptance_bounds",
     "acceptance_rate",
     "top_k_bounds",
