@@ -170,8 +170,8 @@ def acceptance_bounds(
             upper.append(lower[-1] + outside)
             if sparse is not None:
                 exact.append(_overlap(scaled.softmax(-1), _probabilities(sparse[rows], temperature)))
-    bounds = (_joined(parts).clamp_(0.0, 1.0) for parts in (top_k, lower, upper))
-    return AcceptanceBounds(*bounds, exact=None if sparse is None else _joined(exact))
+    of_top_k, of_lower, of_upper = (_joined(parts).clamp_(0.0, 1.0) for parts in (top_k, lower, upper))
+    return AcceptanceBounds(of_top_k, of_lower, of_upper, None if sparse is None else _joined(exact))
 
 
 def top_logprobs(
