@@ -82,7 +82,8 @@ class SparrowGRPOConfig(GRPOConfig):
             - `"densify"`: sample with dense attention until the tail that the schedule has on those completions is back.
             - `"stop"`: end the training after this step.
         tail_share (`float`, *optional*, defaults to `0.0625`):
-            Part of the completions of a rollout that are measured, in `(0, 1]`; at least one on each process.
+            Part of the completions that are measured, in `(0, 1]`. Where that is less than one of a batch, one of every
+            few batches is.
         tail_every (`int`, *optional*, defaults to `1`):
             Measure every so many generation batches.
         tail_statistic (`str`, *optional*, defaults to `"auto"`):
@@ -214,7 +215,8 @@ class SparrowGRPOConfig(GRPOConfig):
     tail_share: float = field(
         default=0.0625,
         metadata={
-            "help": "Part of the completions of a rollout that are measured, in (0, 1]; at least one on each process."
+            "help": "Part of the completions that are measured, in (0, 1]. Where that is less than one of a batch, one "
+            "of every few batches is."
         },
     )
     tail_every: int = field(default=1, metadata={"help": "Measure every so many generation batches."})

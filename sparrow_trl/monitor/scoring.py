@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..attention import TeacherForced
 from ..rollout.isolation import rollout_mode
@@ -32,12 +32,20 @@ class Scorer:
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self.causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.backbone: nn.Module = self.causal_lm.base_model
-        if self.backbone is self.causal_lm:
-            raise ValueError(
-                f"{type(self.causal_lm).__name__} does not tell its backbone from its head, which the tail monitor "
-                "needs. Set tail_monitor=False."
-            )
+        self.backbone = self._find_backbone()
+
+    def _find_backbone(self) -> nn.Module:
+        """The module whose output the model's forward hands to the head."""
+        hidden = torch.zeros(3, self.causal_lm.get_output_embeddings().weight.shape[1])
+        hidden = hidden.to(self.causal_lm.device, self.causal_lm.dtype)
+        for candidate in (self.causal_lm.base_model, self.causal_lm.get_decoder()):
+            self.backbone = candidate
+            if candidate is not self.causal_lm and len(self.logits(hidden)) == 3:
+                return candidate
+        raise ValueError(
+            f"{type(self.causal_lm).__name__} does not tell its backbone from its head, which the tail monitor needs. "
+            "Set tail_monitor=False."
+        )
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """
@@ -49,11 +57,10 @@ class Scorer:
         Returns:
             `torch.Tensor`: `(num_tokens, vocab_size)`.
         """
-        # A class that has the fields of all backbones, router logits included
-        output = MoeModelOutputWithPast(last_hidden_state=hidden_states[None])
-        tokens = torch.zeros(1, len(hidden_states), dtype=torch.long, device=hidden_states.device)
+        output = _BackboneOutput(last_hidden_state=hidden_states[None])
+        token = torch.zeros(1, 1, dtype=torch.long, device=hidden_states.device)
         with torch.no_grad(), _replaced_forward(self.backbone, lambda *args, **kwargs: output):
-            return self.causal_lm(input_ids=tokens, use_cache=False).logits[0]
+            return self.causal_lm(input_ids=token, use_cache=False).logits[0]
 
     def hidden_states(self, schedule: SparsitySchedule, token_ids: Sequence[int], prompt_length: int) -> torch.Tensor:
         """
@@ -94,7 +101,7 @@ class Scorer:
         captured: dict[int, torch.Tensor] = {}
         seen = 0
 
-        def keep(module: nn.Module, args: tuple, output: MoeModelOutputWithPast) -> None:
+        def keep(module: nn.Module, args: tuple, output: BaseModelOutputWithPast) -> None:
             nonlocal seen
             hidden = output[0].detach()
             for row in rows:
@@ -107,6 +114,15 @@ class Scorer:
             yield captured
         finally:
             hook.remove()
+
+
+class _BackboneOutput(BaseModelOutputWithPast):
+    """Hidden states alone: what else the output of some backbone has (router logits, ...) is `None`."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
 @contextmanager

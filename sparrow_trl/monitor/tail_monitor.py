@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ class TailMonitor:
         schedule (`SparsitySchedule`): of the rollouts; not a dense one.
         threshold (`float`): what the tail of each bin should be at or above, in (0, 1).
         action (`str`, *optional*, defaults to `"warn"`): on a breach: one of `ACTIONS`.
-        share (`float`, *optional*, defaults to `0.0625`): part of the sequences of a rollout to monitor, at least one.
+        share (`float`, *optional*, defaults to `0.0625`): part of the sequences to monitor, on each process.
         every (`int`, *optional*, defaults to `1`): generation batches from a monitored one to the next.
         statistic (`str`, *optional*, defaults to `"auto"`): what is compared with the threshold: one of `STATISTICS`.
         top_k (`int`, *optional*, defaults to `20`): tokens that the bounds know of each distribution.
@@ -121,7 +122,7 @@ class TailMonitor:
         self.pooled = {name: AcceptanceHistogram(schedule.bin_tokens) for name in names}
         self.floor = {name: AcceptanceHistogram(schedule.bin_tokens) for name in ("lower", "exact")}
         self._window = {name: AcceptanceHistogram(schedule.bin_tokens) for name in names}
-        self._window_breaches = self._window_raised = self._window_lowered = 0
+        self._window_batches = self._window_breaches = self._window_raised = self._window_lowered = 0
         self._breached: set[int] = set()
         self._sequences: list[MonitoredSequence] = []
         self._hidden_states: Mapping[int, torch.Tensor] = {}
@@ -153,7 +154,9 @@ class TailMonitor:
             return []
         generator = np.random.default_rng([self._batches, self._rollouts, self.process_index])
         self._rollouts += 1
-        number = min(num_sequences, max(1, round(self.share * num_sequences)))
+        # Less than one sequence a batch is one every few batches
+        batch, wanted = (self._batches - 1) // self.every, self.share * num_sequences
+        number = min(num_sequences, math.ceil(wanted * (batch + 1)) - math.ceil(wanted * batch))
         return sorted(generator.choice(num_sequences, number, replace=False).tolist())
 
     def record(self, prompt_ids: Sequence[Sequence[int]], output: RolloutOutput, chosen: Collection[int]) -> None:
@@ -215,6 +218,7 @@ class TailMonitor:
         if not self._is_active:
             return None
         self._is_active = False
+        self._window_batches += 1
         if all(sequence.row is None for sequence in self._sequences):
             match_rows(self._sequences, input_ids, attention_mask, mask.shape[1])
         measured = {name: AcceptanceHistogram(self.sparse_schedule.bin_tokens) for name in self.pooled}
@@ -375,6 +379,8 @@ class TailMonitor:
     def pop_metrics(self) -> dict[str, float]:
         """The metrics of the batches since the last call, by name."""
         metrics: dict[str, float] = {}
+        if not self._window_batches:
+            return metrics
         judged = self._window[self.statistic or "lower"]
         if judged.tokens() >= MIN_LOGGED:
             metrics["tail"] = judged.percentile()
@@ -404,7 +410,7 @@ class TailMonitor:
             metrics["acceptance_floor"] = floor.mean()
         for histogram in self._window.values():
             histogram.clear()
-        self._window_breaches = self._window_raised = self._window_lowered = 0
+        self._window_batches = self._window_breaches = self._window_raised = self._window_lowered = 0
         return metrics
 
     def save(self, folder: str | Path) -> None:

@@ -65,5 +65,9 @@ def test_capture_ends_with_an_exception():
 
 
 def test_model_without_a_backbone_is_refused():
-    with pytest.raises(ValueError, match="tail_monitor=False"):
-        Scorer(tiny_model().model)
+    model = tiny_model()
+    forward, backbone = model.forward, model.model.forward
+    # A head that goes around the backbone it names
+    model.forward = lambda **kwargs: (setattr(model.model, "forward", backbone), forward(**kwargs))[1]
+    with pytest.raises(ValueError, match="LlamaForCausalLM.*tail_monitor=False"):
+        Scorer(model)
