@@ -339,17 +339,13 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
     def _update_tail_monitor(self, scored: ScoredRollout) -> None:
         if self._tail_monitor is None:
             return
-        accelerator = self.accelerator
-        with torch.no_grad(), accelerator.autocast():
+        with torch.no_grad(), self.accelerator.autocast():
             report = self._tail_monitor.update(
                 torch.cat([scored.prompt_ids, scored.completion_ids], dim=1),
                 torch.cat([scored.prompt_mask, scored.completion_mask], dim=1),
                 scored.mask,
                 step=self.state.global_step,
-                total=lambda tensor: accelerator.reduce(tensor.to(accelerator.device), reduction="sum"),
-                largest=lambda number: int(
-                    accelerator.gather(torch.tensor([number], device=accelerator.device)).max()
-                ),
+                **self._pooling(),
             )
         if report is None:
             return
@@ -357,6 +353,16 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
         self._tail_callback.tell(report)
         if report.stop:
             self.control.should_training_stop = True
+
+    def _pooling(self) -> dict[str, Callable]:
+        """How numbers of all processes become one; nothing to do for one process."""
+        if self.accelerator.num_processes == 1:
+            return {}
+        accelerator, device = self.accelerator, self.accelerator.device
+        return {
+            "total": lambda tensor: accelerator.reduce(tensor.to(device), reduction="sum"),
+            "largest": lambda number: int(accelerator.gather(torch.tensor([number], device=device)).max()),
+        }
 
     def save_state(self, folder: str) -> None:
         if self._tail_monitor is not None:

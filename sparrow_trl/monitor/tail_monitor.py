@@ -16,19 +16,17 @@ from transformers import PreTrainedModel
 
 from ..rollout import RolloutOutput
 from ..sparsity import SparsitySchedule
-from .acceptance import AcceptanceBounds, LazyLogits, acceptance_bounds, top_logprobs
+from .acceptance import AcceptanceBounds
 from .controller import Decision, ScheduleController
 from .histogram import AcceptanceHistogram
 from .judge import TailJudge, Verdict
-from .scoring import Scorer
+from .meter import RateMeter
 from .sequences import MonitoredSequence, match_rows
 
 
 ACTIONS = ("warn", "adapt", "densify", "stop")
 STATISTICS = ("auto", "lower", "exact")
 STATE_FILE = "monitor.json"
-FLOOR_TOKENS = 256
-"""Tokens of a completion at which the noise floor is taken."""
 MIN_LOGGED = 20
 """Tokens below which a tail is not logged: of fewer, the 5th percentile is hardly more than the smallest."""
 
@@ -107,9 +105,9 @@ class TailMonitor:
         for name, number in (("every", every), ("top_k", top_k), ("floor_every", floor_every)):
             if number < 1:
                 raise ValueError(f"{name}={number} must be at least 1.")
-        self.scorer, self.threshold, self.action = Scorer(model), threshold, action
-        self.share, self.every, self.top_k, self.floor_every = share, every, top_k, floor_every
-        self.temperature, self.process_index = temperature, process_index
+        self.meter = RateMeter(model, top_k, temperature)
+        self.threshold, self.action, self.top_k = threshold, action, top_k
+        self.share, self.every, self.floor_every, self.process_index = share, every, floor_every, process_index
         self.sparse_schedule = schedule
         if action != "adapt":
             max_budget = None
@@ -188,7 +186,7 @@ class TailMonitor:
         if not rows:
             yield
             return
-        with self.scorer.capture(rows, num_tokens) as self._hidden_states:
+        with self.meter.scorer.capture(rows, num_tokens) as self._hidden_states:
             yield
 
     def update(
@@ -226,12 +224,24 @@ class TailMonitor:
         # Until there are tokens enough to choose the statistic by it, too
         wants_floor = ((self._batches - 1) // self.every) % self.floor_every == 0 or self.statistic is None
         for sequence in self._sequences:
-            if sequence.row is not None:
-                dense = self._dense(sequence)
-                self._measure(sequence, dense, mask, measured, sparse_mode)
-                if wants_floor:
-                    self._measure_floor(sequence, dense, floor)
-                    wants_floor = False
+            if sequence.row is None:
+                continue
+            dense = self.meter.dense(sequence, self._hidden_states.get(sequence.row), self.sparse_schedule)
+            _count(
+                measured,
+                *self.meter.rates(
+                    sequence,
+                    dense,
+                    mask[sequence.row],
+                    self.sparse_schedule,
+                    exact=self.statistic == "exact",
+                    by_pass=self.is_densified,
+                    sparse_mode=sparse_mode,
+                ),
+            )
+            if wants_floor:
+                _count(floor, *self.meter.floor(sequence, dense, self.sparse_schedule))
+                wants_floor = False
         self._sequences, self._hidden_states = [], {}
         for histograms, pools in ((measured, [self.pooled, self._window]), (floor, [self.floor])):
             for name, histogram in histograms.items():
@@ -240,72 +250,12 @@ class TailMonitor:
                     pool[name].merge(histogram)
         return self._decide(measured, step)
 
-    def _dense(self, sequence: MonitoredSequence) -> torch.Tensor:
-        """`(completion tokens, hidden_size)`, of the sequence's own completion."""
-        offset = sequence.prompt_length - sequence.row_prompt_length
-        captured = None if sequence.row is None else self._hidden_states.get(sequence.row)
-        if captured is not None:
-            return captured[offset : offset + len(sequence.top_ids)]
-        dense = replace(self.sparse_schedule, budgets=())
-        return self.scorer.hidden_states(dense, sequence.token_ids, sequence.prompt_length)
-
-    def _lazy(self, hidden_states: torch.Tensor) -> LazyLogits:
-        return LazyLogits(hidden_states, self.scorer.logits)
-
-    def _bounds(self, dense: torch.Tensor, sequence: MonitoredSequence, sparse: torch.Tensor | None):
-        """Bounds for each token, with the sparse side from the rollout, or from hidden states while that is dense."""
-        ids, logprobs = sequence.top_ids, sequence.top_logprobs
-        if self.is_densified and sparse is not None:
-            ids, logprobs = top_logprobs(self._lazy(sparse), self.top_k, self.temperature)
-        tokens = min(len(dense), len(ids))
-        wants_exact = sparse is not None and self.statistic == "exact"
-        return acceptance_bounds(
-            self._lazy(dense[:tokens]),
-            ids[:tokens],
-            logprobs[:tokens],
-            self.temperature,
-            sparse=self._lazy(sparse[:tokens]) if wants_exact and sparse is not None else None,
-        )
-
-    def _measure(self, sequence, dense, mask, measured, sparse_mode) -> None:
-        sparse = None
-        if self.statistic == "exact" or self.is_densified:
-            with sparse_mode():
-                sparse = self.scorer.hidden_states(self.sparse_schedule, sequence.token_ids, sequence.prompt_length)
-        bounds: AcceptanceBounds = self._bounds(dense, sequence, sparse)
-        tokens = len(bounds.top_k)
-        offset = sequence.prompt_length - sequence.row_prompt_length
-        kept = mask[sequence.row, offset : offset + tokens].cpu()
-        # A token is sampled by the query one position before it
-        positions = sequence.prompt_length - 1 + torch.arange(tokens)[kept]
-        measured["lower"].add(positions, bounds.top_k.cpu()[kept])
-        measured["upper"].add(positions, bounds.upper.cpu()[kept])
-        if bounds.exact is not None:
-            measured["exact"].add(positions, bounds.exact.cpu()[kept])
-
-    def _measure_floor(self, sequence: MonitoredSequence, dense: torch.Tensor, floor) -> None:
-        """The policy against itself by the rollout's attention with all pages, on some tokens of one sequence."""
-        schedule = replace(self.sparse_schedule, budgets=())
-        other = self.scorer.hidden_states(schedule, sequence.token_ids, sequence.prompt_length)
-        places = torch.linspace(0, len(dense) - 1, min(len(dense), FLOOR_TOKENS)).long().unique()
-        first, second = self._lazy(dense[places]), self._lazy(other[places])
-        bounds = acceptance_bounds(
-            first, *top_logprobs(second, self.top_k, self.temperature), self.temperature, sparse=second
-        )
-        positions = sequence.prompt_length - 1 + places
-        floor["lower"].add(positions, bounds.top_k.cpu())
-        if bounds.exact is not None:
-            floor["exact"].add(positions, bounds.exact.cpu())
-
     def _decide(self, measured: Mapping[str, AcceptanceHistogram], step: int) -> BatchReport:
         messages: list[str] = []
         if self.statistic is None and self.floor["lower"].tokens() >= MIN_LOGGED:
             self._choose_statistic(messages)
-        judged = (
-            measured[self.statistic]
-            if self.statistic is not None
-            else AcceptanceHistogram(self.sparse_schedule.bin_tokens)
-        )
+        nothing = AcceptanceHistogram(self.sparse_schedule.bin_tokens)
+        judged = nothing if self.statistic is None else measured[self.statistic]
         verdicts = self.judge.update(judged)
         breaches = [verdict for verdict in verdicts if verdict.is_breach]
         self._window_breaches += len(breaches)
@@ -458,6 +408,12 @@ class TailMonitor:
             "pooled": {name: histogram.state_dict() for name, histogram in self.pooled.items()},
             "floor": {name: histogram.state_dict() for name, histogram in self.floor.items()},
         }
+
+
+def _count(histograms: Mapping[str, AcceptanceHistogram], positions: torch.Tensor, bounds: AcceptanceBounds) -> None:
+    for name, rates in (("lower", bounds.top_k), ("upper", bounds.upper), ("exact", bounds.exact)):
+        if rates is not None and name in histograms:
+            histograms[name].add(positions, rates)
 
 
 def _describe(breaches: Sequence[Verdict]) -> str:
