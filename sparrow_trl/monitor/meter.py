@@ -89,7 +89,7 @@ class RateMeter:
         kept = mask[offset : offset + tokens].cpu()
         # A token is sampled by the query one position before it
         positions = sequence.prompt_length - 1 + torch.arange(tokens)[kept]
-        return positions, AcceptanceBounds(*(None if part is None else part.cpu()[kept] for part in bounds))
+        return positions, _picked(bounds, kept)
 
     def floor(
         self, sequence: MonitoredSequence, dense: torch.Tensor, schedule: SparsitySchedule
@@ -105,7 +105,7 @@ class RateMeter:
             sparse=second,
         )
         positions = sequence.prompt_length - 1 + places
-        return positions, AcceptanceBounds(*(None if part is None else part.cpu() for part in bounds))
+        return positions, _picked(bounds, torch.ones(len(places), dtype=torch.bool))
 
     def _logits(
         self, hidden_states: torch.Tensor, mode: Callable[[], AbstractContextManager] = nullcontext
@@ -115,3 +115,8 @@ class RateMeter:
                 return self.scorer.logits(rows)
 
         return LazyLogits(hidden_states, head)
+
+
+def _picked(bounds: AcceptanceBounds, kept: torch.Tensor) -> AcceptanceBounds:
+    exact = None if bounds.exact is None else bounds.exact.cpu()[kept]
+    return AcceptanceBounds(bounds.top_k.cpu()[kept], bounds.lower.cpu()[kept], bounds.upper.cpu()[kept], exact)
