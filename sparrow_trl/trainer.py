@@ -1,6 +1,8 @@
 """GRPO with sparse rollouts: TRL's trainer with this package's rollout engine in the place of `generate`."""
 
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,8 @@ from transformers import (
 
 from .config import SparrowGRPOConfig
 from .hub.publishing import PublishingTrainer
+from .monitor import TailMonitor
+from .monitor.callback import FOLDER, TailCallback
 from .processes import warn
 from .rollout import (
     WITHOUT_SPARSITY,
@@ -113,6 +117,7 @@ class SparrowGRPOTrainer(PublishingTrainer):
     """
 
     _rollout_engine: RolloutEngine | None = None
+    _tail_monitor: TailMonitor | None = None
 
     def __init__(
         self,
@@ -208,6 +213,37 @@ class SparrowGRPOTrainer(PublishingTrainer):
         if rollout_func is None:
             # Built here, not at the first rollout: what the engine cannot run is refused before any time is spent
             _ = self.rollout_engine
+        if args.tail_monitor and not self._schedule.is_dense:
+            self._tail_monitor = self._make_tail_monitor()
+            self._tail_callback = TailCallback(
+                self._tail_monitor, self.accelerator.is_main_process, args.report_to or []
+            )
+            self.add_callback(self._tail_callback)
+
+    def _make_tail_monitor(self) -> TailMonitor:
+        args = self.args
+        return TailMonitor(
+            self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
+            self._schedule,
+            threshold=args.sparse_target if args.tail_threshold is None else args.tail_threshold,
+            action=args.tail_action,
+            share=args.tail_share,
+            every=args.tail_every,
+            statistic=args.tail_statistic,
+            top_k=args.tail_top_k,
+            min_tokens=args.tail_min_tokens,
+            confidence=args.tail_confidence,
+            floor_every=args.tail_floor_every,
+            min_budget=args.tail_min_budget,
+            max_budget=args.tail_max_budget,
+            temperature=args.temperature,
+            process_index=self.accelerator.process_index,
+        )
+
+    @property
+    def tail_monitor(self) -> TailMonitor | None:
+        """What measures the acceptance rate; `None` where it is off or the schedule is dense."""
+        return self._tail_monitor
 
     def _calibrate(self, model_name: str) -> SparsitySchedule:
         """The schedule that `sparse_schedule="auto"` finds, on the main process alone."""
@@ -291,9 +327,19 @@ class SparrowGRPOTrainer(PublishingTrainer):
         # From the generator whose state is in every checkpoint, so that a resumed run samples the same tokens. TRL
         # seeds it differently on each process.
         seed = int(torch.randint(2**63 - 1, ()))
+        monitor = self._tail_monitor
+        watched = [] if monitor is None else monitor.choose(len(prompt_ids))
         # One autocast context around the whole rollout: the cast of each weight is cached until it ends
         with torch.no_grad(), self.accelerator.autocast():
-            output = self.rollout_engine.generate(prompt_ids, self.generation_config, seed=seed)
+            output = self.rollout_engine.generate(
+                prompt_ids,
+                self.generation_config,
+                seed=seed,
+                top_logprobs=self.args.tail_top_k if watched else 0,
+                top_logprobs_for=watched,
+            )
+        if monitor is not None:
+            monitor.record(prompt_ids, output, watched)
         if self.accelerator.device.type == "cuda":
             # The engine has dropped its KV cache. Give the memory back too: split up by what the backward allocates,
             # its blocks could not hold the next cache.
@@ -306,6 +352,15 @@ class SparrowGRPOTrainer(PublishingTrainer):
 
     def before_batch(self) -> None:
         self._rollout_stats.clear()  # of a batch that an exception kept from being scored
+        if self._tail_monitor is not None:
+            self._tail_monitor.begin_batch(monitored=self.metrics_mode == "train")
+
+    def around_policy_pass(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_tokens: int
+    ) -> AbstractContextManager:
+        if self._tail_monitor is None:
+            return nullcontext()
+        return self._tail_monitor.around_policy_pass(input_ids, attention_mask, num_tokens)
 
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         clipped = self._rollout_metrics[self.metrics_mode].update(
@@ -321,9 +376,54 @@ class SparrowGRPOTrainer(PublishingTrainer):
                 "This warning is not repeated; see the metric sparrow/clipped_fraction."
             )
 
+        self._update_tail_monitor(scored)
+
+    def _update_tail_monitor(self, scored: ScoredRollout) -> None:
+        if self._tail_monitor is None:
+            return
+        with torch.no_grad(), self.accelerator.autocast():
+            report = self._tail_monitor.update(
+                torch.cat([scored.prompt_ids, scored.completion_ids], dim=1),
+                torch.cat([scored.prompt_mask, scored.completion_mask], dim=1),
+                scored.mask,
+                step=self.state.global_step,
+                **self._pooling(),
+            )
+        if report is None:
+            return
+        self.rollout_engine.schedule = report.schedule
+        self._tail_callback.tell(report)
+        if report.stop:
+            self.control.should_training_stop = True
+
+    def _pooling(self) -> dict[str, Callable]:
+        """How numbers of all processes become one; nothing to do for one process."""
+        if self.accelerator.num_processes == 1:
+            return {}
+        accelerator, device = self.accelerator, self.accelerator.device
+        return {
+            "total": lambda tensor: accelerator.reduce(tensor.to(device), reduction="sum"),
+            "largest": lambda number: int(accelerator.gather(torch.tensor([number], device=device)).max()),
+        }
+
+    def save_state(self, folder: str) -> None:
+        if self._tail_monitor is not None:
+            self._tail_monitor.save(os.path.join(folder, FOLDER))
+
+    def load_state(self, folder: str) -> None:
+        if self._tail_monitor is None:
+            return
+        message = self._tail_monitor.load(os.path.join(folder, FOLDER))
+        if message is not None:
+            warn(message)
+        self.rollout_engine.schedule = self._tail_monitor.schedule
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.samples_rollouts:
             for name, value in self._rollout_metrics[self.metrics_mode].pop().items():
+                self.log_sparrow_metric(name, value)
+        if self._tail_monitor is not None and self.metrics_mode == "train":
+            for name, value in self._tail_monitor.pop_metrics().items():
                 self.log_sparrow_metric(name, value)
         super().log(logs, start_time)
 

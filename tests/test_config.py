@@ -20,6 +20,18 @@ OWN_FIELDS = {
     "rollout_prefill_chunk_size",
     "rollout_progress_bar",
     "rollout_check_support",
+    "tail_monitor",
+    "tail_threshold",
+    "tail_action",
+    "tail_share",
+    "tail_every",
+    "tail_statistic",
+    "tail_top_k",
+    "tail_min_tokens",
+    "tail_confidence",
+    "tail_floor_every",
+    "tail_min_budget",
+    "tail_max_budget",
 }
 CHANGED_DEFAULTS = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
 
