@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from .config import SparrowGRPOConfig
+from .distill import DistillLoss, DistillSession, DistillUpdate, SparrowAdapter, samples_of
 from .rollout import RolloutEngine, RolloutStats, check_model_config
 from .rollout_metrics import RolloutMetrics
 from .sparsity import SparsitySchedule
@@ -102,6 +104,7 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
     """
 
     _rollout_engine: RolloutEngine | None = None
+    _distill: DistillSession | None = None
 
     def __init__(
         self,
@@ -193,6 +196,53 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
         if rollout_func is None:
             # Built here, not at the first rollout: what the engine cannot run is refused before any time is spent
             _ = self.rollout_engine
+        if args.distill_sparse:
+            self._distill = self._make_distill()
+
+    def _make_distill(self) -> DistillSession | None:
+        args = self.args
+        if self._schedule.is_dense:
+            warnings.warn(
+                "distill_sparse=True has no effect: the schedule is dense, so the actor is the policy and there is "
+                "nothing to learn. Set a sparse_schedule that prunes.",
+                UserWarning,
+                stacklevel=3,
+            )
+            return None
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        adapter = SparrowAdapter(
+            model,
+            rank=args.distill_rank,
+            alpha=args.distill_alpha,
+            target_modules=args.distill_target_modules or "all-linear",
+            seed=args.seed,
+        ).to(self.accelerator.device)
+        loss = DistillLoss(
+            kl=args.distill_kl,
+            direction=args.distill_kl_direction,
+            kl_coef=args.distill_kl_coef,
+            ppo_coef=args.distill_ppo_coef,
+            top_k=args.distill_top_k,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+        )
+        update = DistillUpdate(
+            model,
+            adapter,
+            loss,
+            learning_rate=args.distill_learning_rate,
+            warmup_steps=args.distill_warmup_steps,
+            max_grad_norm=args.distill_max_grad_norm,
+            num_steps=args.distill_steps,
+            max_tokens=args.distill_tokens,
+            micro_tokens=args.distill_micro_tokens,
+            temperature=args.temperature,
+            fp16=args.fp16,
+            autocast=self.accelerator.autocast,
+            reduce_sum=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
+            seed=args.seed,
+        )
+        return DistillSession(adapter, update, every=args.distill_every, reuse_teacher=args.distill_reuse_teacher)
 
     @property
     def rollout_engine(self) -> RolloutEngine:
@@ -246,8 +296,11 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
         # From the generator whose state is in every checkpoint, so that a resumed run samples the same tokens. TRL
         # seeds it differently on each process.
         seed = int(torch.randint(2**63 - 1, ()))
+        # In an evaluation the samples are those of the policy as it is published, without the LoRA
+        distilled = self._distill is not None and self.metrics_mode == "train"
+        sampling = self._distill.sampling(self.rollout_engine.schedule) if distilled else nullcontext()
         # One autocast context around the whole rollout: the cast of each weight is cached until it ends
-        with torch.no_grad(), self.accelerator.autocast():
+        with sampling, torch.no_grad(), self.accelerator.autocast():
             output = self.rollout_engine.generate(prompt_ids, self.generation_config, seed=seed)
         if self.accelerator.device.type == "cuda":
             # The engine has dropped its KV cache. Give the memory back too: split up by what the backward allocates,
@@ -267,6 +320,19 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
             self._rollout_stats, scored, self.rollout_engine.schedule, self.accelerator.gather
         )
         self._rollout_stats.clear()
+        if self._distill is not None and self.metrics_mode == "train" and scored.actor_logprobs is not None:
+            self._distill.add(
+                samples_of(
+                    scored.prompt_ids,
+                    scored.prompt_mask,
+                    scored.completion_ids,
+                    scored.mask,
+                    scored.advantages,
+                    scored.actor_logprobs,
+                    scored.policy_logprobs if self._distill.reuse_teacher else None,
+                ),
+                self.rollout_engine.schedule,
+            )
         if clipped is not None and clipped > 0.5 and not self._warned_of_clipping:
             self._warned_of_clipping = True
             if self.accelerator.is_main_process:
@@ -278,6 +344,26 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
                     UserWarning,
                     stacklevel=2,
                 )
+
+    def after_step(self) -> None:
+        if self._distill is None:
+            return
+        stats = self._distill.update(all_batches=self.has_finished_batch)
+        if stats is not None:
+            for name, value in stats.metrics().items():
+                self.log_sparrow_metric(name, value)
+
+    def save_beside_model(self, folder: str) -> None:
+        if self._distill is not None:
+            self._distill.save_adapter(folder)
+
+    def save_state(self, folder: str) -> None:
+        if self._distill is not None:
+            self._distill.save_state(folder)
+
+    def load_state(self, folder: str) -> None:
+        if self._distill is not None:
+            self._distill.load(folder)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.samples_rollouts:

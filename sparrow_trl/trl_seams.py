@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
@@ -32,6 +33,14 @@ class ScoredRollout:
     """(B, T), float32: of the sampled tokens, under the actor that sampled them."""
     policy_logprobs: torch.Tensor | None
     """(B, T), float32: of the same tokens, under the policy before its update. None where TRL does not need them."""
+
+
+class _AfterStep(TrainerCallback):
+    def __init__(self, trainer: "SeamedGRPOTrainer"):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.after_step()
 
 
 class SeamedGRPOTrainer(GRPOTrainer):
@@ -75,6 +84,23 @@ class SeamedGRPOTrainer(GRPOTrainer):
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         """Called on every process when a generation batch of [`rollout`] is scored, in training and in evaluation."""
 
+    def after_step(self) -> None:
+        """Called on every process after each optimizer step of the policy, before a checkpoint is saved."""
+
+    def save_beside_model(self, folder: str) -> None:
+        """Called on the main process, with the folder of a checkpoint or of the output, when the model is saved."""
+
+    def save_state(self, folder: str) -> None:
+        """Called on the main process, with a checkpoint's folder, when the optimizer is saved."""
+
+    def load_state(self, folder: str) -> None:
+        """Called on every process, with a checkpoint's folder, when training is resumed from it."""
+
+    @property
+    def has_finished_batch(self) -> bool:
+        """Whether all updates of the last generation batch of [`rollout`] are done, as seen between two steps."""
+        return self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+
     def take_over_generation(self, stop_token_ids: list[int]) -> None:
         """
         Generate with [`rollout`] from now on.
@@ -90,6 +116,7 @@ class SeamedGRPOTrainer(GRPOTrainer):
         self.use_vllm = self.rollout_func is None
         # In "colocate" mode the tool loop asks an engine of vLLM for the context length
         self.vllm_mode = "server"
+        self.add_callback(_AfterStep(self))
 
     @property
     def metrics_mode(self) -> str:
@@ -148,3 +175,19 @@ class SeamedGRPOTrainer(GRPOTrainer):
             # A batch generated since, for example for an evaluation, may have decided otherwise than this one
             self.use_vllm = "importance_sampling_ratio" in inputs
         return super()._compute_loss(model, inputs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.samples_rollouts and self.args.should_save:
+            # First, because the files are pushed to the Hub along with the model
+            self.save_beside_model(output_dir or self.args.output_dir)
+        super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.samples_rollouts and self.args.should_save:
+            self.save_state(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.samples_rollouts and checkpoint is not None:
+            self.load_state(checkpoint)
