@@ -245,6 +245,11 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
         return DistillSession(adapter, update, every=args.distill_every, reuse_teacher=args.distill_reuse_teacher)
 
     @property
+    def distill(self) -> DistillSession | None:
+        """The LoRA of `distill_sparse` and its update; `None` where it is off."""
+        return self._distill
+
+    @property
     def rollout_engine(self) -> RolloutEngine:
         """
         The engine that samples the completions.

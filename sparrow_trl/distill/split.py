@@ -46,7 +46,7 @@ class SplitForward:
         """`(num_tokens, vocab_size)` float32 logits of `(num_tokens, hidden_size)`."""
 
         def body(*args, **kwargs) -> BaseModelOutputWithPast:
-            return BaseModelOutputWithPast(last_hidden_state=hidden[None])
+            return _BodyOutput(last_hidden_state=hidden[None])
 
         token = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
         with _replaced_forward(self.body, body):
@@ -71,6 +71,15 @@ class SplitForward:
             f"The head of {type(self.causal_lm).__name__} cannot be run without its body, which distill_sparse needs. "
             "Set distill_sparse=False."
         )
+
+
+class _BodyOutput(BaseModelOutputWithPast):
+    """A body's output with nothing but hidden states: what else a model asks for (router logits, ...) is `None`."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
 
 
 @contextmanager

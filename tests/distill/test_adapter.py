@@ -7,37 +7,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
+from adapters import POLICIES, policy, randomise
 from rollouts import SPARSE, endless, engine_of, random_prompts, sampling
 from sparrow_trl.attention import TeacherForced
 from sparrow_trl.distill import SparrowAdapter
 from sparrow_trl.rollout.isolation import rollout_mode
 from tiny import tiny_model
-
-
-POLICIES = ("plain", "lora", "two loras", "tied")
-
-
-def policy(kind: str):
-    if kind == "plain":
-        return endless()
-    if kind == "tied":
-        return endless(tie_word_embeddings=True)
-    config = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
-    torch.manual_seed(3)
-    model = get_peft_model(endless(), LoraConfig(**config), adapter_name="policy")
-    if kind == "two loras":
-        model.add_adapter("other", LoraConfig(**config))
-        model.base_model.set_adapter(["policy", "other"])
-    return model.eval()
-
-
-def randomise(adapter: SparrowAdapter, seed: int = 5, std: float = 0.1) -> SparrowAdapter:
-    """Give the LoRA an effect."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for update in adapter.updates:
-            update.B.normal_(std=std, generator=generator)
-    return adapter
 
 
 def logits(model, ids=((7, 8, 9, 10, 11),)):
