@@ -90,11 +90,6 @@ class DistillLoss:
         return weight * (log_ratio.square() / 2 if self.kl == "k2" else log_ratio.exp() - 1 - log_ratio)
 
 
-def acceptance_rate(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Mass that two distributions share, `(num_tokens,)`, from log-probabilities `(num_tokens, vocab_size)`."""
-    return torch.minimum(student, teacher).exp().sum(-1)
-
-
 def _top_k(student: torch.Tensor, teacher: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Both restricted to the teacher's k best tokens, `(num_tokens, k + 1)`; the last entry is all other tokens."""
     best = teacher.topk(k, dim=-1).indices

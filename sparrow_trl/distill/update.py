@@ -11,10 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention import TeacherForced
+from ..monitor import acceptance_rate
 from ..rollout.isolation import teacher_forced_mode
 from ..sparsity import SparsitySchedule
 from .adapter import SparrowAdapter
-from .loss import DistillLoss, acceptance_rate
+from .loss import DistillLoss
 from .samples import Sample, micro_batches, within_tokens
 from .split import SplitForward
 
@@ -269,8 +270,8 @@ class DistillUpdate:
             kl = self.loss.divergence(student, teacher)
         else:
             kl = self.loss.sampled_divergence(logprobs, teacher.gather(-1, sampled[:, None])[:, 0])
-        with torch.no_grad():
-            return ppo, kl, acceptance_rate(student, teacher).sum()
+        # Log-probabilities are logits too
+        return ppo, kl, acceptance_rate(teacher, student.detach()).sum()
 
     def _chunk_size(self) -> int:
         vocab_size = self.split.causal_lm.get_output_embeddings().weight.shape[0]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sparrow_trl.distill.loss import MOST_WEIGHT, DistillLoss, acceptance_rate
+from sparrow_trl.distill.loss import MOST_WEIGHT, DistillLoss
 
 
 def pair(seed=0, spread=1.0, tokens=4, vocab=11):
@@ -106,9 +106,3 @@ def test_clipped_policy_gradient(ratio, advantage, value, slope):
     found = DistillLoss(epsilon_low=0.2, epsilon_high=0.28).ppo(logprobs, actor, torch.tensor([advantage]))
     assert found.item() == pytest.approx(value)
     assert torch.autograd.grad(found.sum(), logprobs)[0].item() == pytest.approx(slope)
-
-
-def test_acceptance_rate():
-    student = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]]).log()
-    teacher = torch.tensor([[0.1, 0.6, 0.3], [0.2, 0.2, 0.6]]).log()
-    torch.testing.assert_close(acceptance_rate(student, teacher), torch.tensor([0.1 + 0.3 + 0.2, 1.0]))
