@@ -68,8 +68,8 @@ def test_schedule_page_lists_the_fields():
 def test_options_named_in_the_docs_exist(page):
     options = {field.name for field in fields(SparrowGRPOConfig)}
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"\b((?:sparse|rollout|vllm)_\w+)=?", text):
-        if name not in ("rollout_func", "rollout_engine"):
+    for name in re.findall(r"\b((?:sparse|rollout|vllm|distill)_\w+)=?", text):
+        if name not in ("rollout_func", "rollout_engine", "distill_frozen_policy", "distill_training"):
             known = name in options or f"sparrow/{name}" in text
             assert known, f"{page.name} names the option {name}"
 
@@ -80,7 +80,8 @@ def test_logged_metrics_are_the_documented_ones():
     for cell in re.findall(r"^\| (`sparrow/.*?) \|", page, re.MULTILINE):
         first, *others = re.findall(r"`([^`]+)`", cell)
         documented |= {first, *(first.rpartition("/")[0] + other for other in others)}
-    source = (ROOT / "sparrow_trl" / "rollout_metrics.py").read_text(encoding="utf-8")
+    sources = ("rollout_metrics.py", "distill/update.py")
+    source = "".join((ROOT / "sparrow_trl" / name).read_text(encoding="utf-8") for name in sources)
     logged = {f"sparrow/{name}" for name in re.findall(r'metrics\["([\w/]+)"\] =', source)}
     assert len(logged) >= 8
     assert documented == logged

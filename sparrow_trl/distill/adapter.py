@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -81,11 +81,16 @@ class SparrowAdapter(nn.Module):
             updates[name] = LowRankUpdate(in_features, out_features, rank, self.alpha / rank, generator, device)
         # In lists, because the names of layers contain dots, and so that the layers are not modules of the adapter
         self.names = list(updates)
-        self.updates = nn.ModuleList(updates.values())
+        self.updates: Iterable[LowRankUpdate] = nn.ModuleList(updates.values())  # type: ignore[assignment]
         self._layers = tuple(layers.values())
         self._model = (base,)
         self._is_conv1d = any(isinstance(layer, Conv1D) for layer in self._layers)
-        self.is_active = False
+        self._active = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the LoRA is on."""
+        return self._active
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -98,7 +103,7 @@ class SparrowAdapter(nn.Module):
         """
         (base,) = self._model
         with model_lock(base):
-            if self.is_active:
+            if self._active:
                 yield
                 return
             trainable = _trainable(base)
@@ -107,11 +112,11 @@ class SparrowAdapter(nn.Module):
             ]
             for layer, forward in zip(self._layers, forwards, strict=True):
                 layer.forward = forward
-            self.is_active = True
+            self._active = True
             try:
                 yield
             finally:
-                self.is_active = False
+                self._active = False
                 for layer, forward in zip(self._layers, forwards, strict=True):
                     if forward.replaced is None:
                         del layer.forward
