@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from .distill.loss import KL_DIRECTIONS, KL_ESTIMATORS, SAMPLED_ESTIMATORS
+from .monitor import ACTIONS, STATISTICS
 from .rollout.sampler import Sampler
 from .sparsity import SparsitySchedule
 
@@ -109,6 +110,44 @@ class SparrowGRPOConfig(GRPOConfig):
         distill_micro_tokens (`int`, *optional*, defaults to `4096`):
             Tokens of one forward of the update, at most, but for a longer sequence. Lower it if the update runs out of
             memory.
+
+        > Parameters that control the tail monitor
+
+        tail_monitor (`bool`, *optional*, defaults to `True`):
+            Whether to measure the acceptance rate of some completions, log its tail, and act when it is too low. It is
+            the overlap of what the sparse actor and the dense policy would sample. Off with a dense schedule.
+        tail_threshold (`float`, *optional*):
+            What the tail (5th percentile) should be at or above in each bin of positions, in `(0, 1)`. If `None`, it is
+            `sparse_target`.
+        tail_action (`str`, *optional*, defaults to `"warn"`):
+            What to do when the tail of a bin is below the threshold, by a confidence interval. Possible values are:
+
+            - `"warn"`: say so, once for each bin.
+            - `"adapt"`: raise the bin's budget at once, and lower it slowly when there is room.
+            - `"densify"`: sample with dense attention until the tail that the schedule has on those completions is back.
+            - `"stop"`: end the training after this step.
+        tail_share (`float`, *optional*, defaults to `0.0625`):
+            Part of the completions of a rollout that are measured, in `(0, 1]`; at least one on each process.
+        tail_every (`int`, *optional*, defaults to `1`):
+            Measure every so many generation batches.
+        tail_statistic (`str`, *optional*, defaults to `"auto"`):
+            What is compared with the threshold. `"lower"` is the lower bound from the most likely tokens of both sides,
+            with which the paper's `0.86` was measured; it costs no pass over the model. `"exact"` is the rate over the
+            full vocabulary, which takes one more pass over the measured completions. `"auto"` is `"lower"`, unless the
+            first batch shows that the distributions are too flat for it.
+        tail_top_k (`int`, *optional*, defaults to `20`):
+            How many of the most likely tokens the bounds know of each side.
+        tail_min_tokens (`int`, *optional*, defaults to `400`):
+            New tokens in a bin before it is judged again.
+        tail_confidence (`float`, *optional*, defaults to `0.98`):
+            Confidence of the interval that is compared with the threshold, in `(0, 1)`.
+        tail_floor_every (`int`, *optional*, defaults to `100`):
+            Measured batches from one measurement of the noise floor (the policy against itself, computed another way)
+            to the next.
+        tail_min_budget (`int`, *optional*, defaults to `8`):
+            Scored pages below which `tail_action="adapt"` lowers no budget.
+        tail_max_budget (`int`, *optional*):
+            Scored pages above which `tail_action="adapt"` raises no budget. If `None`, up to all pages.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
@@ -271,6 +310,71 @@ class SparrowGRPOConfig(GRPOConfig):
         },
     )
 
+    # Parameters that control the tail monitor
+    tail_monitor: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether to measure the acceptance rate of some completions, log its tail, and act when it is too "
+            "low. Off with a dense schedule."
+        },
+    )
+    tail_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "What the tail (5th percentile of the acceptance rate) should be at or above in each bin of "
+            "positions, in (0, 1). If `None`, it is `sparse_target`."
+        },
+    )
+    tail_action: str = field(
+        default="warn",
+        metadata={
+            "help": "What to do when the tail of a bin is below the threshold, by a confidence interval: 'warn', "
+            "'adapt' (raise the bin's budget, and lower it slowly when there is room), 'densify' (sample with dense "
+            "attention until it recovers) or 'stop'.",
+            "choices": list(ACTIONS),
+        },
+    )
+    tail_share: float = field(
+        default=0.0625,
+        metadata={
+            "help": "Part of the completions of a rollout that are measured, in (0, 1]; at least one on each process."
+        },
+    )
+    tail_every: int = field(default=1, metadata={"help": "Measure every so many generation batches."})
+    tail_statistic: str = field(
+        default="auto",
+        metadata={
+            "help": "What is compared with the threshold: 'lower' (the lower bound from the most likely tokens of both "
+            "sides, with which the paper's 0.86 was measured), 'exact' (over the full vocabulary, by one more pass "
+            "over the measured completions) or 'auto' ('lower', unless the distributions are too flat for it).",
+            "choices": list(STATISTICS),
+        },
+    )
+    tail_top_k: int = field(
+        default=20, metadata={"help": "How many of the most likely tokens the bounds know of each side."}
+    )
+    tail_min_tokens: int = field(default=400, metadata={"help": "New tokens in a bin before it is judged again."})
+    tail_confidence: float = field(
+        default=0.98,
+        metadata={"help": "Confidence of the interval that is compared with the threshold, in (0, 1)."},
+    )
+    tail_floor_every: int = field(
+        default=100,
+        metadata={
+            "help": "Measured batches from one measurement of the noise floor (the policy against itself, computed "
+            "another way) to the next."
+        },
+    )
+    tail_min_budget: int = field(
+        default=8, metadata={"help": "Scored pages below which tail_action='adapt' lowers no budget."}
+    )
+    tail_max_budget: int | None = field(
+        default=None,
+        metadata={
+            "help": "Scored pages above which tail_action='adapt' raises no budget. If `None`, up to all pages."
+        },
+    )
+
     def __post_init__(self):
         if isinstance(self.sparse_schedule, SparsitySchedule):
             # A dictionary, so that the configuration can be written as JSON
@@ -297,6 +401,7 @@ class SparrowGRPOConfig(GRPOConfig):
         self._check_rollout_options()
         if self.distill_sparse:
             self._check_distill_options()
+        self._check_tail_options()
         if self.sparse_schedule is not None:
             self._check_schedule(self.sparse_schedule)
             self._check_conflicts(self.sparse_schedule)
@@ -364,6 +469,33 @@ class SparrowGRPOConfig(GRPOConfig):
             )
         if self.distill_target_modules == []:
             raise ValueError("distill_target_modules=[] names no layer; None takes all linear layers but the head.")
+
+    def _check_tail_options(self):
+        for name, known in (("tail_action", ACTIONS), ("tail_statistic", STATISTICS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, known))}.")
+        for name in ("tail_threshold", "tail_confidence"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ValueError(f"{name}={value} is not in (0, 1).")
+        if not 0 < self.tail_share <= 1:
+            raise ValueError(f"tail_share={self.tail_share} is not in (0, 1].")
+        lowest = {"tail_min_tokens": 20, "tail_max_budget": self.tail_min_budget}
+        for name in (
+            "tail_every",
+            "tail_top_k",
+            "tail_min_tokens",
+            "tail_floor_every",
+            "tail_min_budget",
+            "tail_max_budget",
+        ):
+            value, low = getattr(self, name), lowest.get(name, 1)
+            if name == "tail_max_budget" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ValueError(f"{name}={value!r} is not an integer of at least {low}.")
+        if self.tail_monitor and self.tail_threshold is None and self.sparse_target == 1:
+            raise ValueError("sparse_target=1 is no threshold that a tail can meet. Set tail_threshold, in (0, 1).")
 
     def _check_schedule(self, schedule: dict[str, Any] | str):
         # "auto" needs the model, and a repository the network: the trainer resolves those

@@ -1,8 +1,9 @@
 """GRPO with sparse rollouts: TRL's trainer with this package's rollout engine in the place of `generate`."""
 
+import os
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from transformers import (
 
 from .config import SparrowGRPOConfig
 from .distill import DistillLoss, DistillSession, DistillUpdate, SparrowAdapter, samples_of
+from .monitor import TailMonitor
+from .monitor.callback import FOLDER, TailCallback
 from .rollout import RolloutEngine, RolloutStats, check_model_config
 from .rollout_metrics import RolloutMetrics
 from .sparsity import SparsitySchedule
@@ -105,6 +108,7 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
 
     _rollout_engine: RolloutEngine | None = None
     _distill: DistillSession | None = None
+    _tail_monitor: TailMonitor | None = None
 
     def __init__(
         self,
@@ -198,6 +202,12 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
             _ = self.rollout_engine
         if args.distill_sparse:
             self._distill = self._make_distill()
+        if args.tail_monitor and not schedule.is_dense:
+            self._tail_monitor = self._make_tail_monitor()
+            self._tail_callback = TailCallback(
+                self._tail_monitor, self.accelerator.is_main_process, args.report_to or []
+            )
+            self.add_callback(self._tail_callback)
 
     def _make_distill(self) -> DistillSession | None:
         args = self.args
@@ -248,6 +258,31 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
     def distill(self) -> DistillSession | None:
         """The LoRA of `distill_sparse` and its update; `None` where it is off."""
         return self._distill
+
+    def _make_tail_monitor(self) -> TailMonitor:
+        args = self.args
+        return TailMonitor(
+            self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
+            self._schedule,
+            threshold=args.sparse_target if args.tail_threshold is None else args.tail_threshold,
+            action=args.tail_action,
+            share=args.tail_share,
+            every=args.tail_every,
+            statistic=args.tail_statistic,
+            top_k=args.tail_top_k,
+            min_tokens=args.tail_min_tokens,
+            confidence=args.tail_confidence,
+            floor_every=args.tail_floor_every,
+            min_budget=args.tail_min_budget,
+            max_budget=args.tail_max_budget,
+            temperature=args.temperature,
+            process_index=self.accelerator.process_index,
+        )
+
+    @property
+    def tail_monitor(self) -> TailMonitor | None:
+        """What measures the acceptance rate; `None` where it is off or the schedule is dense."""
+        return self._tail_monitor
 
     @property
     def rollout_engine(self) -> RolloutEngine:
@@ -304,9 +339,19 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
         # In an evaluation the samples are those of the policy as it is published, without the LoRA
         distilled = self._distill is not None and self.metrics_mode == "train"
         sampling = self._distill.sampling(self.rollout_engine.schedule) if distilled else nullcontext()
+        monitor = self._tail_monitor
+        watched = [] if monitor is None else monitor.choose(len(prompt_ids))
         # One autocast context around the whole rollout: the cast of each weight is cached until it ends
         with sampling, torch.no_grad(), self.accelerator.autocast():
-            output = self.rollout_engine.generate(prompt_ids, self.generation_config, seed=seed)
+            output = self.rollout_engine.generate(
+                prompt_ids,
+                self.generation_config,
+                seed=seed,
+                top_logprobs=self.args.tail_top_k if watched else 0,
+                top_logprobs_for=watched,
+            )
+        if monitor is not None:
+            monitor.record(prompt_ids, output, watched)
         if self.accelerator.device.type == "cuda":
             # The engine has dropped its KV cache. Give the memory back too: split up by what the backward allocates,
             # its blocks could not hold the next cache.
@@ -319,6 +364,15 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
 
     def before_batch(self) -> None:
         self._rollout_stats.clear()  # of a batch that an exception kept from being scored
+        if self._tail_monitor is not None:
+            self._tail_monitor.begin_batch(monitored=self.metrics_mode == "train")
+
+    def around_policy_pass(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_tokens: int
+    ) -> AbstractContextManager:
+        if self._tail_monitor is None:
+            return nullcontext()
+        return self._tail_monitor.around_policy_pass(input_ids, attention_mask, num_tokens)
 
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         clipped = self._rollout_metrics[self.metrics_mode].update(
@@ -350,6 +404,30 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
                     stacklevel=2,
                 )
 
+        self._update_tail_monitor(scored)
+
+    def _update_tail_monitor(self, scored: ScoredRollout) -> None:
+        if self._tail_monitor is None:
+            return
+        accelerator = self.accelerator
+        with torch.no_grad(), accelerator.autocast():
+            report = self._tail_monitor.update(
+                torch.cat([scored.prompt_ids, scored.completion_ids], dim=1),
+                torch.cat([scored.prompt_mask, scored.completion_mask], dim=1),
+                scored.mask,
+                step=self.state.global_step,
+                total=lambda tensor: accelerator.reduce(tensor.to(accelerator.device), reduction="sum"),
+                largest=lambda number: int(
+                    accelerator.gather(torch.tensor([number], device=accelerator.device)).max()
+                ),
+            )
+        if report is None:
+            return
+        self.rollout_engine.schedule = report.schedule
+        self._tail_callback.tell(report)
+        if report.stop:
+            self.control.should_training_stop = True
+
     def after_step(self) -> None:
         if self._distill is None:
             return
@@ -363,16 +441,27 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
             self._distill.save_adapter(folder)
 
     def save_state(self, folder: str) -> None:
+        if self._tail_monitor is not None:
+            self._tail_monitor.save(os.path.join(folder, FOLDER))
         if self._distill is not None:
             self._distill.save_state(folder)
 
     def load_state(self, folder: str) -> None:
         if self._distill is not None:
             self._distill.load(folder)
+        if self._tail_monitor is None:
+            return
+        message = self._tail_monitor.load(os.path.join(folder, FOLDER))
+        if message is not None and self.accelerator.is_main_process:
+            warnings.warn(message, UserWarning, stacklevel=2)
+        self.rollout_engine.schedule = self._tail_monitor.schedule
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.samples_rollouts:
             for name, value in self._rollout_metrics[self.metrics_mode].pop().items():
+                self.log_sparrow_metric(name, value)
+        if self._tail_monitor is not None and self.metrics_mode == "train":
+            for name, value in self._tail_monitor.pop_metrics().items():
                 self.log_sparrow_metric(name, value)
         super().log(logs, start_time)
 

@@ -5,6 +5,7 @@ package relies on is in this file, and `tests/test_trl_seams.py` checks each of 
 rest of the package sees the public members of [`SeamedGRPOTrainer`] alone.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ class ScoredRollout:
     """(B, P), 1 on tokens."""
     completion_ids: torch.Tensor
     """(B, T), int64."""
+    completion_mask: torch.Tensor
+    """(B, T), 1 on the tokens of the completions, tool results included. 0 throughout on masked completions."""
     mask: torch.Tensor
     """(B, T), bool: the tokens that count in the loss. Padding, tool results and masked completions do not."""
     advantages: torch.Tensor
@@ -56,6 +59,8 @@ class SeamedGRPOTrainer(GRPOTrainer):
     samples_rollouts: bool = False
     """Whether [`rollout`] generates the completions instead of TRL."""
 
+    _awaits_policy_pass: bool = False
+
     def rollout(
         self, prompt_ids: list[list[int]], num_generations: int = 1
     ) -> tuple[list[list[int]], list[list[float]]]:
@@ -80,6 +85,22 @@ class SeamedGRPOTrainer(GRPOTrainer):
 
     def before_batch(self) -> None:
         """Called on every process before a generation batch is sampled."""
+
+    def around_policy_pass(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_tokens: int
+    ) -> AbstractContextManager:
+        """
+        A context in which TRL computes the log-probabilities of a generation batch under the policy, without gradients.
+        It is not entered where TRL does not need them.
+
+        Args:
+            input_ids, attention_mask (`torch.Tensor`):
+                (B, P + T), prompts padded on the left and completions on the right. They go through the model in chunks
+                of rows.
+            num_tokens (`int`):
+                T.
+        """
+        return nullcontext()
 
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         """Called on every process when a generation batch of [`rollout`] is scored, in training and in evaluation."""
@@ -152,7 +173,11 @@ class SeamedGRPOTrainer(GRPOTrainer):
         return generated
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = super()._generate_and_score_completions(inputs)
+        self._awaits_policy_pass = self.samples_rollouts
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self._awaits_policy_pass = False
         if self.samples_rollouts and self.use_vllm:
             mask = batch["completion_mask"]
             if "tool_mask" in batch:
@@ -162,6 +187,7 @@ class SeamedGRPOTrainer(GRPOTrainer):
                     prompt_ids=batch["prompt_ids"],
                     prompt_mask=batch["prompt_mask"],
                     completion_ids=batch["completion_ids"],
+                    completion_mask=batch["completion_mask"],
                     mask=mask.bool(),
                     advantages=batch["advantages"],
                     actor_logprobs=batch.get("sampling_per_token_logps"),
@@ -169,6 +195,18 @@ class SeamedGRPOTrainer(GRPOTrainer):
                 )
             )
         return batch
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        # With the correction, the first pass over a new batch is the policy's; the reference model's may follow
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        around: AbstractContextManager = nullcontext()
+        if self._awaits_policy_pass and corrects:
+            self._awaits_policy_pass = False
+            around = self.around_policy_pass(input_ids, attention_mask, logits_to_keep)
+        with around:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
 
     def _compute_loss(self, model, inputs):
         if self.samples_rollouts and self.rollout_func is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 
+from sparrow_trl.monitor import AcceptanceHistogram
 from tiny import tiny_model
 from training import RecordingTrainer, make_trainer, prompts
 
@@ -40,14 +41,26 @@ def main(output_dir: str) -> None:
         num_iterations=1,
         save_strategy="steps",
         save_steps=2,
+        tail_share=1.0,
+        tail_statistic="lower",
+        tail_min_tokens=40,
     )
     assert trainer.accelerator.num_processes == 2
     assert torch.distributed.get_backend() == "gloo"
-    mine = []
+    mine, counts, reduce = [], [], AcceptanceHistogram.reduce
+
+    def recorded(histogram, *args):
+        counts.append(histogram.tokens())
+        reduce(histogram, *args)
+        counts.append(histogram.tokens())
+
+    AcceptanceHistogram.reduce = recorded
     after = trainer.after_rollout_scored
     trainer.after_rollout_scored = lambda scored: (mine.append(ratios_of(scored)), after(scored))
     trainer.train()
 
+    monitors = gather_object([trainer.tail_monitor.state_dict()])
+    counts = gather_object([counts[:2]])
     first_step = gather_object([mine[0].tolist()])
     digests = gather_object([{name: p.double().sum().item() for name, p in model.named_parameters()}])
     bytes_of = gather_object([torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()])
@@ -60,6 +73,8 @@ def main(output_dir: str) -> None:
             "trained": bytes_of[0] != initial,
             "digests": digests,
             "completion_ids": completion_ids,
+            "monitors": monitors,
+            "counts": counts,
             "log_history": trainer.state.log_history,
         }
         (Path(output_dir) / "report.json").write_text(json.dumps(report))

@@ -68,6 +68,18 @@ def test_metrics_are_over_both_processes(report):
     assert 0 < step["sparrow/kv_share"] < 1
 
 
+def test_acceptance_rates_are_pooled_over_both_processes(report):
+    first, second = report["monitors"]
+    assert first == second
+    (first_own, first_all), (second_own, second_all) = report["counts"]
+    sampled = [sum(map(len, completions)) for completions in report["completion_ids"]]
+    assert [first_own, second_own] == sampled  # the rollout that no batch holds does not count
+    assert first_all == second_all == sum(sampled)
+    step = logs_with(report, "sparrow/tail_tokens")[0]
+    assert step["sparrow/tail_tokens"] == sum(sampled)
+    assert 0 < step["sparrow/tail"] <= step["sparrow/tail_upper"] <= 1
+
+
 def test_evaluation_and_saving_finish_too(report):
     evaluations = logs_with(report, "eval_loss")
     assert [entry["step"] for entry in evaluations] == [2, 3]

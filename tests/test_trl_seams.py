@@ -78,7 +78,41 @@ def test_overridden_method_has_the_same_parameters(name):
 
 def test_seams_override_no_other_private_method():
     overridden = {name for name in vars(SeamedGRPOTrainer) if name.startswith("_") and not name.startswith("__")}
-    assert overridden == set(OVERRIDDEN)
+    overridden -= {"_awaits_policy_pass"}  # an attribute of ours
+    assert overridden == {*OVERRIDDEN, "_get_per_token_logps_and_entropies"}
+
+
+def test_pass_over_a_batch_takes_the_batch_first():
+    """We pass on what follows as it comes."""
+    found = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    assert found[:5] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"], f"{ADVICE}{found}"
+
+
+def test_first_pass_over_a_batch_is_the_policys_where_there_is_a_correction():
+    tree = source_tree(GRPOTrainer._generate_and_score_completions)
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._get_per_token_logps_and_entropies"
+    ]
+    first = min(calls, key=lambda call: call.lineno)
+    conditions = [
+        ast.unparse(node.test)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and any(child is first for part in node.body for child in ast.walk(part))
+    ]
+    assert ast.unparse(first.args[0]) == "self.model"
+    assert len(conditions) == 1
+    assert conditions[0].endswith("or (self.use_vllm and self.vllm_importance_sampling_correction)"), (
+        f"{ADVICE}the policy's log-probabilities are computed if {conditions}."
+    )
+
+
+def test_fused_head_calls_the_backbone_with_its_hooks():
+    """The hidden states of the policy's pass are taken by a forward hook."""
+    source = inspect.getsource(trl.trainer.utils.add_fused_lm_head)
+    assert "getattr(self, backbone_attr)(*args, **kwargs)" in source, f"{ADVICE}the fused head is called differently."
+    assert 'backbone_attr = "base_model"' in source
 
 
 def test_generation_of_a_turn_returns_ids_and_logprobs():
