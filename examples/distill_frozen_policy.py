@@ -39,15 +39,19 @@ class Arguments:
     output_dir: str = field(default="distill-frozen", metadata={"help": "Where the results go."})
     minutes: float = field(default=24.0, metadata={"help": "Minutes of sampling and updates, measurements left out."})
     budget: int = field(default=8, metadata={"help": "Scored pages of 16 tokens that a query keeps, beside 3 others."})
-    prompt_tokens: int = field(default=256, metadata={"help": "Tokens of a prompt."})
-    completion_tokens: int = field(default=384, metadata={"help": "Tokens of a completion, at most."})
+    prompt_tokens: int = field(default=192, metadata={"help": "Tokens of a prompt."})
+    completion_tokens: int = field(default=512, metadata={"help": "Tokens of a completion, at most."})
     held_out: int = field(default=32, metadata={"help": "Prompts on which the tail is measured."})
     measurements: int = field(default=2, metadata={"help": "Measurements on the way."})
     batch: int = field(default=16, metadata={"help": "Completions that are sampled at a time."})
-    steps: int = field(default=8, metadata={"help": "Optimizer steps on each such batch."})
+    steps: int = field(default=4, metadata={"help": "Optimizer steps on each such batch."})
     rank: int = field(default=16, metadata={"help": "Rank of the LoRA."})
-    target_modules: str = field(default="all-linear", metadata={"help": "Layers it adapts, separated by commas."})
-    learning_rate: float = field(default=5e-4, metadata={"help": "Learning rate of the LoRA."})
+    target_modules: str = field(
+        default="q_proj,k_proj,v_proj,o_proj", metadata={"help": "Layers it adapts, separated by commas."}
+    )
+    learning_rate: float = field(
+        default=1e-3, metadata={"help": "Learning rate of the LoRA; it falls to a tenth towards the end."}
+    )
     kl: str = field(default="full", metadata={"help": "See the option distill_kl."})
     bf16: bool = field(default=True, metadata={"help": "Sample and update in bfloat16; measurements are in float32."})
     seed: int = field(default=0, metadata={"help": "Of the samples, the LoRA and the choice of passages."})
@@ -218,6 +222,7 @@ def run(model: PreTrainedModel, stream: list[int], options: Arguments, name: str
             Sample(prompt, new, torch.tensor(logprobs))
             for prompt, new, logprobs in zip(prompts, output.completion_ids, output.logprobs, strict=True)
         ]
+        update.scheduler.base_lrs = [options.learning_rate * (1 - 0.9 * min(spent / limit, 1.0))]
         stats = update.update(samples, engine.schedule)
         ended = time.perf_counter()
         sampling += sampled - started
