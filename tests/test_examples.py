@@ -124,3 +124,30 @@ def test_distillation_of_a_frozen_policy(tmp_path):
     assert pooled.min() < 0.99  # some page was left out
     assert first["tail"] == pytest.approx(torch.quantile(pooled, 0.05).item(), abs=1e-4)
     assert first["mean"] == pytest.approx(pooled.mean().item(), abs=1e-4)
+
+
+def test_distillation_along_with_the_policy(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS.parent)
+    script = runpy.run_path(str(SCRIPTS.parent / "distill_training.py"))
+    options = script["Arguments"](
+        output_dir=str(tmp_path),
+        steps=2,
+        budget=1,
+        prompt_tokens=40,
+        completion_tokens=40,
+        held_out=12,
+        batch=16,
+        bin_tokens=40,
+        bf16=False,
+    )
+    stream = torch.randint(5, 200, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    model, schedule = tiny_model(eos_token_id=None), {"budgets": [1], "page_size": 4}
+    record = script["run"](model, tiny_tokenizer(), stream, options, "tiny", sparse_schedule=schedule)
+    assert record["tails"] == json.loads((tmp_path / "tails.json").read_text())["tails"]
+    assert len([entry for entry in record["log"] if "sparrow/distill/kl" in entry]) == 2
+    ((first, without, with_it),) = script["rows_of"](record)
+    assert first == 40 and without["tokens"] > 200 and with_it["tokens"] > 200
+    assert without["value"] != with_it["value"]
+    assert (tmp_path / "tails.png").stat().st_size > 1000
+    assert (tmp_path / "sparrow" / "adapter" / "adapter_config.json").is_file()
+    assert script["different_words_reward"](["a B b c", ""]) == [0.75, 0.0]
