@@ -36,7 +36,9 @@ class SparrowGRPOConfig(GRPOConfig):
         sparse_schedule (`str`, `dict[str, Any]` or [`SparsitySchedule`], *optional*, defaults to `"auto"`):
             How many pages of the KV cache a query reads during rollouts, by its position. Possible values are:
 
-            - `"auto"`: the published schedule if the model is one that has one, else dense, with a warning.
+            - `"auto"`: the published schedule if the model is one that has one. Else it is calibrated, once, on the first
+              training prompts, and kept in `output_dir/sparrow_calibration`; where sequences are too short to gain from
+              sparsity, it is dense, with a warning.
             - `"dense"`: this package's rollout engine with exact attention.
             - `"fixed:64"`: the same number of scored pages at every position.
             - `"qwen3-1.7b"` or `"qwen3-1.7b@0.86"`: a published schedule, by default the one for `sparse_target`.
@@ -188,7 +190,7 @@ class SparrowGRPOConfig(GRPOConfig):
         default="auto",
         metadata={
             "help": "How many pages of the KV cache a query reads during rollouts, by its position: 'auto' (the "
-            "published schedule of the model, else dense), 'dense', 'fixed:64', a published schedule such as "
+            "published schedule of the model, else calibrated on the first training prompts), 'dense', 'fixed:64', a published schedule such as "
             "'qwen3-1.7b@0.86', the path of a JSON file or folder, a Hub repository 'user/name', or a JSON "
             "dictionary. 'none' turns sparsity off: TRL's own generation runs."
         },

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -21,12 +21,17 @@ from transformers import (
 
 from .config import SparrowGRPOConfig
 from .distill import DistillLoss, DistillSession, DistillUpdate, SparrowAdapter, samples_of
+from .hub.publishing import PublishingTrainer
 from .monitor import TailMonitor
 from .monitor.callback import FOLDER, TailCallback
 from .rollout import RolloutEngine, RolloutStats, check_model_config
 from .rollout_metrics import RolloutMetrics
 from .sparsity import SparsitySchedule
-from .trl_seams import ScoredRollout, SeamedGRPOTrainer
+from .sparsity.calibration.auto import calibrate_for_training
+from .sparsity.calibration.options import CalibrationOptions
+from .sparsity.calibration.provenance import check_made_for
+from .sparsity.presets import preset_name
+from .trl_seams import ScoredRollout
 
 
 if TYPE_CHECKING:
@@ -38,7 +43,7 @@ _WITHOUT_SPARSITY = "Set sparse_schedule=None to train without sparse rollouts, 
 _UNSHARDED = f"Use DDP, or DeepSpeed ZeRO-1 or ZeRO-2. {_WITHOUT_SPARSITY}"
 
 
-class SparrowGRPOTrainer(SeamedGRPOTrainer):
+class SparrowGRPOTrainer(PublishingTrainer):
     """
     Trainer for Group Relative Policy Optimization with sparse rollouts.
 
@@ -147,7 +152,10 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
             _refuse_prompt_learning(peft_config)
             _refuse_architecture(model, args)
             # Resolved before the model is loaded, for it may read a file or ask the Hub
-            schedule = SparsitySchedule.resolve(args.sparse_schedule, model_name, args.sparse_target)
+            known = args.sparse_schedule != "auto" or preset_name(model_name) in SparsitySchedule.presets()
+            schedule = None
+            if known:
+                schedule = SparsitySchedule.resolve(args.sparse_schedule, model_name, args.sparse_target)
             if rollout_func is not None:
                 warnings.warn(
                     "`rollout_func` generates the completions, so the rollouts are not sparse, except where it calls "
@@ -177,7 +185,8 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
 
         _refuse_images(self.processing_class)
         _refuse_spread_parameters(self.model)
-        self._schedule = schedule
+        self._schedule = self._calibrate(model_name) if schedule is None else schedule
+        check_made_for(self._schedule, self.model.config)
         self._rollout_stats: list[RolloutStats] = []
         self._rollout_metrics = {
             mode: RolloutMetrics(
@@ -284,6 +293,31 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
         """What measures the acceptance rate; `None` where it is off or the schedule is dense."""
         return self._tail_monitor
 
+    def _calibrate(self, model_name: str) -> SparsitySchedule:
+        """The schedule that `sparse_schedule="auto"` finds, on the main process alone."""
+        args = self.args
+        found: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            options = CalibrationOptions(
+                target=args.sparse_target,
+                temperature=args.temperature,
+                seed=args.seed,
+                memory_fraction=args.rollout_memory_fraction,
+            )
+            with torch.no_grad(), self.accelerator.autocast():
+                schedule = calibrate_for_training(
+                    self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
+                    self.processing_class,
+                    self.train_dataset,
+                    args.output_dir,
+                    name=model_name,
+                    max_completion_length=args.max_completion_length,
+                    options=options,
+                    progress_bar=not args.disable_tqdm,
+                )
+            found = [schedule.to_dict()]
+        return SparsitySchedule.from_dict(broadcast_object_list(found)[0])
+
     @property
     def rollout_engine(self) -> RolloutEngine:
         """
@@ -306,6 +340,11 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
                 check_support=self.args.rollout_check_support,
             )
         return self._rollout_engine
+
+    @property
+    def rollout_schedule(self) -> SparsitySchedule:
+        """The schedule of the next rollout."""
+        return self._schedule if self._rollout_engine is None else self._rollout_engine.schedule
 
     def _shows_progress(self) -> bool | None:
         if not self.accelerator.is_main_process:

@@ -725,6 +725,30 @@ def test_auto_is_dense_and_says_so_for_other_models(tmp_path):
     assert trainer.rollout_engine.schedule.is_dense
 
 
+def test_auto_calibrates_other_models_on_the_training_prompts(tmp_path, monkeypatch):
+    """What it is given, and that what it finds is used. The calibration itself has tests of its own."""
+    found, given = SparsitySchedule((3, 5)), {}
+
+    def calibrate(model, tokenizer, dataset, output_dir, **settings):
+        given.update(settings, model=model, rows=list(dataset), output_dir=output_dir)
+        return found
+
+    monkeypatch.setattr("sparrow_trl.trainer.calibrate_for_training", calibrate)
+    trainer = make_trainer(tmp_path, sparse_schedule="auto", sparse_target=0.9, temperature=0.7)
+    assert trainer.rollout_engine.schedule == found
+    assert given["model"] is trainer.model and given["output_dir"] == trainer.args.output_dir
+    assert given["rows"] == list(trainer.train_dataset)
+    assert (given["options"].target, given["options"].temperature) == (0.9, 0.7)
+    assert given["max_completion_length"] == trainer.args.max_completion_length
+
+
+def test_a_schedule_of_another_model_is_refused(tmp_path):
+    made_for = {"name": "other", "architecture": {"layers": 99}}
+    schedule = SparsitySchedule((3, 5), provenance={"model": made_for})
+    with pytest.raises(ValueError, match=r"calibrated for another model \(other\): layers 99 against 4"):
+        make_trainer(tmp_path, sparse_schedule=schedule)
+
+
 def test_schedule_object(tmp_path):
     schedule = SparsitySchedule(budgets=(1, 2), bin_tokens=32, page_size=4)
     trainer = make_trainer(tmp_path, sparse_schedule=schedule)

@@ -65,6 +65,9 @@ OVERRIDDEN = {
     "_compute_loss": ["self", "model", "inputs"],
     "_save_optimizer_and_scheduler": ["self", "output_dir"],
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    # Of the trainer of transformers:
+    "_push_from_checkpoint": ["self", "checkpoint_folder"],
+    "_finish_current_push": ["self"],
 }
 
 
@@ -246,6 +249,13 @@ def test_a_model_is_saved_before_its_checkpoint_and_a_checkpoint_loaded_with_its
     (step,) = calls["callback_handler.on_step_end("]
     assert any(place[0] == step[0] and place[1] < step[1] for place in calls["self.optimizer.step("]), ADVICE
     assert any(place[0] == step[0] and place[1] > step[1] for place in calls["self._maybe_log_save_evaluate("]), ADVICE
+
+
+def test_uploads_in_the_background_are_kept_as_jobs():
+    push = ast.unparse(source_tree(transformers.Trainer._push_from_checkpoint))
+    assert "self.push_in_progress = PushInProgress(push_jobs)" in push, f"{ADVICE}{push}"
+    assert "run_as_future=True" in push
+    assert transformers.utils.PushInProgress(["job"]).jobs == ["job"]
 
 
 def test_profiling_context():

@@ -25,6 +25,7 @@ DENSE_BUDGET = 2**30
 """The budget of a dense schedule, and the largest one allowed: more pages than any sequence has."""
 
 SCHEDULE_FILE = "sparrow_schedule.json"
+RECORD_FOLDER = "sparrow"  # of a trained model, which holds its schedule among other things
 """The file name under which a schedule is stored in a folder or a Hub repository."""
 
 DEFAULT_TARGET = 0.86
@@ -205,7 +206,8 @@ class SparsitySchedule:
     @classmethod
     def from_pretrained(cls, path_or_repo: str | os.PathLike[str], **hub_kwargs: Any) -> SparsitySchedule:
         """
-        Load a schedule from a JSON file, from a folder that holds `sparrow_schedule.json`, or from the Hub.
+        Load a schedule from a JSON file, from a folder that holds `sparrow_schedule.json`, or from the Hub. A folder or
+        repository with a model trained by this package has it in its folder `sparrow/`, which is looked at too.
 
         Args:
             path_or_repo (`str` or `os.PathLike`):
@@ -220,9 +222,11 @@ class SparsitySchedule:
         """
         path = Path(path_or_repo).expanduser()
         if path.is_dir():
-            path = path / SCHEDULE_FILE
+            folder, path = path, path / SCHEDULE_FILE
             if not path.is_file():
-                raise FileNotFoundError(f"The folder {str(path.parent)!r} has no {SCHEDULE_FILE}.")
+                path = folder / RECORD_FOLDER / SCHEDULE_FILE
+            if not path.is_file():
+                raise FileNotFoundError(f"The folder {str(folder)!r} has no {SCHEDULE_FILE}.")
         elif not path.exists():
             path = _download(os.fspath(path_or_repo), **hub_kwargs)
         try:
@@ -404,7 +408,10 @@ def _download(repo_id: str, **hub_kwargs: Any) -> Path:
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(hf_hub_download(repo_id, SCHEDULE_FILE, **hub_kwargs))
+        try:
+            return Path(hf_hub_download(repo_id, SCHEDULE_FILE, **hub_kwargs))
+        except EntryNotFoundError:
+            return Path(hf_hub_download(repo_id, f"{RECORD_FOLDER}/{SCHEDULE_FILE}", **hub_kwargs))
     except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise FileNotFoundError(
             f"No schedule in {repo_id!r}: it is no local path, and {SCHEDULE_FILE} could not be had from a Hub "
