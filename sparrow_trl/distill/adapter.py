@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -161,6 +162,15 @@ class SparrowAdapter(nn.Module):
             weights[f"{_PREFIX}{name}.lora_A.weight"] = update.A.detach().cpu().contiguous()
             weights[f"{_PREFIX}{name}.lora_B.weight"] = update.B.detach().cpu().contiguous()
         save_file(weights, folder / _WEIGHTS_FILE, metadata={"format": "pt"})
+
+    def fingerprint(self) -> str:
+        """A short hash of the weights."""
+        digest = hashlib.sha256()
+        for name, update in zip(self.names, self.updates, strict=True):
+            digest.update(f"{name} {update.scaling}".encode())
+            for tensor in (update.A, update.B):
+                digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def load_weights(self, folder: str | Path) -> None:
         """
