@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -274,7 +275,7 @@ def _no_such_target(target: object, candidates: dict[str, nn.Module]) -> ValueEr
 
 
 def _features(name: str, layer: nn.Module) -> tuple[int, int]:
-    plain = layer.base_layer if _is_peft_layer(layer) else layer
+    plain: Any = layer.base_layer if _is_peft_layer(layer) else layer
     if isinstance(plain, Conv1D):
         return plain.weight.shape[0], plain.weight.shape[1]
     if isinstance(plain, nn.Embedding) or not (hasattr(plain, "in_features") and hasattr(plain, "out_features")):
@@ -289,7 +290,7 @@ def _is_peft_layer(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "active_adapters")
 
 
-def _base_of(model: nn.Module) -> PreTrainedModel:
+def _base_of(model: Any) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ class DistillLoss:
         clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
         return -torch.minimum(ratio * advantages, clipped * advantages)
 
-    def total(self, ppo: torch.Tensor | float, kl: torch.Tensor | float) -> torch.Tensor | float:
+    def total(self, ppo: Any, kl: Any) -> Any:
         """The weighted sum of the two terms."""
         return self.ppo_coef * ppo + self.kl_coef * kl
 

@@ -57,7 +57,7 @@ class SplitForward:
         width = self.causal_lm.get_output_embeddings().weight.shape[1]
         for body in (self.causal_lm.base_model, self.causal_lm.get_decoder()):
             self.body = body
-            called = []
+            called: list[int] = []
 
             def head(hidden: torch.Tensor, called: list = called) -> torch.Tensor:
                 called.append(hidden.shape[1])

@@ -279,7 +279,7 @@ class DistillUpdate:
 
     def _stats(self, sums: _Sums) -> DistillStats:
         if not sums.tokens:
-            return DistillStats(learning_rate=self.scheduler.get_last_lr()[0])
+            return DistillStats(learning_rate=float(self.scheduler.get_last_lr()[0]))
         local = [
             torch.as_tensor(value, device=self.device, dtype=torch.float32)
             for value in (sums.ppo, sums.kl, sums.acceptance)
@@ -294,7 +294,7 @@ class DistillUpdate:
             grad_norm=sum(sums.grad_norms) / len(sums.grad_norms) if sums.grad_norms else 0.0,
             steps=len(sums.grad_norms),
             skipped=sums.skipped,
-            learning_rate=self.scheduler.get_last_lr()[0],
+            learning_rate=float(self.scheduler.get_last_lr()[0]),
         )
 
     def state_dict(self) -> dict:

@@ -79,6 +79,7 @@ class _PackedForward:
 
     def __init__(self, layer: torch.nn.Linear, dtype: torch.dtype):
         self.layer, self.dtype = layer, dtype
+        self.bias: torch.Tensor | None
         with torch.no_grad():
             self.weight = _reorder(layer.weight.detach().to(dtype))
             self.bias = None if layer.bias is None else layer.bias.detach().to(dtype)

@@ -73,10 +73,9 @@ def tail_main(options: MeasureOptions, args: Namespace, command: list[str]) -> i
     def run(console: Console) -> int:
         schedule = SparsitySchedule.resolve(args.schedule, args.model)
         model, tokenizer = _load(args)
-        name, actors = Path(args.schedule).name, {}
-        if args.adapter is None:
-            actors[name] = None
-        else:
+        name = Path(args.schedule).name
+        actors: dict[str, SparrowAdapter | None] = {name: None}
+        if args.adapter is not None:
             adapter = SparrowAdapter.from_pretrained(model, args.adapter).to(model.device)
             actors = {f"{name}, without the LoRA": None, f"{name}, with the LoRA": adapter}
         reports = {
@@ -87,8 +86,8 @@ def tail_main(options: MeasureOptions, args: Namespace, command: list[str]) -> i
                 args.dataset,
                 out=args.out,
                 split=args.split,
-                actor=adapter and adapter.active,
-                actor_name=adapter and adapter.fingerprint(),
+                actor=None if adapter is None else adapter.active,
+                actor_name=None if adapter is None else adapter.fingerprint(),
                 options=options,
             )
             for label, adapter in actors.items()
