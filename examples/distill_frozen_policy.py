@@ -50,7 +50,7 @@ class Arguments:
         default="q_proj,k_proj,v_proj,o_proj", metadata={"help": "Layers it adapts, separated by commas."}
     )
     learning_rate: float = field(
-        default=1e-3, metadata={"help": "Learning rate of the LoRA; it falls to a tenth towards the end."}
+        default=5e-4, metadata={"help": "Learning rate of the LoRA; it falls to a tenth towards the end."}
     )
     kl: str = field(default="full", metadata={"help": "See the option distill_kl."})
     bf16: bool = field(default=True, metadata={"help": "Sample and update in bfloat16; measurements are in float32."})

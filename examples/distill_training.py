@@ -37,7 +37,7 @@ class Arguments:
     batch: int = field(default=16, metadata={"help": "Completions of a step, in groups of four."})
     distill_steps: int = field(default=4, metadata={"help": "Steps of the LoRA's optimizer on each batch."})
     learning_rate: float = field(default=1e-6, metadata={"help": "Of the policy."})
-    distill_learning_rate: float = field(default=1e-3, metadata={"help": "Of the LoRA."})
+    distill_learning_rate: float = field(default=5e-4, metadata={"help": "Of the LoRA."})
     distill_kl_coef: float = field(default=1.0, metadata={"help": "Weight of the divergence in the LoRA's loss."})
     distill_ppo_coef: float = field(default=0.1, metadata={"help": "Weight of its policy-gradient term."})
     bin_tokens: int = field(default=128, metadata={"help": "Width of a bin of positions."})

@@ -82,7 +82,7 @@ class SparrowGRPOConfig(GRPOConfig):
             Its update is scaled by `distill_alpha / distill_rank`. If `None`, twice the rank.
         distill_target_modules (`list[str]`, *optional*):
             Last parts of the names of the layers it adapts. If `None`, all linear layers but the head.
-        distill_learning_rate (`float`, *optional*, defaults to `1e-3`):
+        distill_learning_rate (`float`, *optional*, defaults to `5e-4`):
             Learning rate of its own optimizer, an AdamW.
         distill_warmup_steps (`int`, *optional*, defaults to `5`):
             Steps of this optimizer over which the learning rate rises; constant afterwards.
@@ -256,7 +256,7 @@ class SparrowGRPOConfig(GRPOConfig):
         },
     )
     distill_learning_rate: float = field(
-        default=1e-3, metadata={"help": "Learning rate of the LoRA's own optimizer, an AdamW."}
+        default=5e-4, metadata={"help": "Learning rate of the LoRA's own optimizer, an AdamW."}
     )
     distill_warmup_steps: int = field(
         default=5,

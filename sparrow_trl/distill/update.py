@@ -94,7 +94,7 @@ class DistillUpdate:
             Its LoRA.
         loss ([`DistillLoss`], *optional*):
             The loss of a token.
-        learning_rate (`float`, *optional*, defaults to `1e-3`):
+        learning_rate (`float`, *optional*, defaults to `5e-4`):
             Of AdamW, constant after the warmup.
         warmup_steps (`int`, *optional*, defaults to `5`):
             Optimizer steps over which the learning rate rises from 0.
@@ -124,7 +124,7 @@ class DistillUpdate:
         adapter: SparrowAdapter,
         loss: DistillLoss | None = None,
         *,
-        learning_rate: float = 1e-3,
+        learning_rate: float = 5e-4,
         warmup_steps: int = 5,
         max_grad_norm: float = 1.0,
         num_steps: int = 1,
