@@ -38,7 +38,7 @@ from sparrow_trl.rollout.isolation import teacher_forced_mode
 class Arguments:
     output_dir: str = field(default="distill-frozen", metadata={"help": "Where the results go."})
     minutes: float = field(default=24.0, metadata={"help": "Minutes of sampling and updates, measurements left out."})
-    budget: int = field(default=8, metadata={"help": "Scored pages of 16 tokens that a query keeps, beside 3 others."})
+    budget: int = field(default=7, metadata={"help": "Scored pages of 16 tokens that a query keeps, beside 3 others."})
     prompt_tokens: int = field(default=192, metadata={"help": "Tokens of a prompt."})
     completion_tokens: int = field(default=512, metadata={"help": "Tokens of a completion, at most."})
     held_out: int = field(default=32, metadata={"help": "Prompts on which the tail is measured."})
