@@ -8,6 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
+from .distill.loss import KL_DIRECTIONS, KL_ESTIMATORS, SAMPLED_ESTIMATORS
 from .monitor import ACTIONS, STATISTICS
 from .processes import warn
 from .rollout.sampler import Sampler
@@ -68,6 +69,50 @@ class SparrowGRPOConfig(GRPOConfig):
         rollout_check_support (`bool`, *optional*, defaults to `True`):
             Whether to decode a short random prompt when the trainer is built and compare with the model's plain
             forward pass, so that an architecture on which the engine would be wrong is refused.
+
+        > Parameters that control DistillSparse
+
+        distill_sparse (`bool`, *optional*, defaults to `False`):
+            Whether to train a LoRA that is on in rollouts alone, so that the sparse actor comes closer to the dense
+            policy. The policy is trained, evaluated and saved without it. It is stored in the folder `sparrow/adapter`
+            of checkpoints and of the saved model.
+        distill_rank (`int`, *optional*, defaults to `16`):
+            Rank of this LoRA.
+        distill_alpha (`float`, *optional*):
+            Its update is scaled by `distill_alpha / distill_rank`. If `None`, twice the rank.
+        distill_target_modules (`list[str]`, *optional*):
+            Last parts of the names of the layers it adapts. If `None`, all linear layers but the head.
+        distill_learning_rate (`float`, *optional*, defaults to `0.0005`):
+            Learning rate of its own optimizer, an AdamW.
+        distill_warmup_steps (`int`, *optional*, defaults to `5`):
+            Steps of this optimizer over which the learning rate rises; constant afterwards.
+        distill_max_grad_norm (`float`, *optional*, defaults to `1.0`):
+            Norm to which the LoRA's gradient is clipped; `0` turns clipping off.
+        distill_kl (`str`, *optional*, defaults to `"full"`):
+            How the divergence from the dense policy is measured: `"full"` over the whole vocabulary, `"top_k"` over the
+            `distill_top_k` tokens that the policy finds most likely, with all others as one, or estimated from the
+            sampled token alone, `"k1"`, `"k2"` or `"k3"`.
+        distill_kl_direction (`str`, *optional*, defaults to `"forward"`):
+            `"forward"`, the divergence of the actor from the policy, KL(policy || actor), or `"reverse"`.
+        distill_kl_coef (`float`, *optional*, defaults to `1.0`):
+            Weight of the divergence in the LoRA's loss.
+        distill_ppo_coef (`float`, *optional*, defaults to `1.0`):
+            Weight of the policy-gradient term in the LoRA's loss.
+        distill_top_k (`int`, *optional*, defaults to `64`):
+            See `distill_kl`.
+        distill_reuse_teacher (`bool`, *optional*, defaults to `False`):
+            Whether to take the policy's log-probabilities of the sampled tokens from before its update, which are known
+            already, instead of from a forward of the updated policy. Only with `"k1"`, `"k2"` or `"k3"`.
+        distill_every (`int`, *optional*, defaults to `1`):
+            Update the LoRA after every so many generation batches.
+        distill_tokens (`int`, *optional*):
+            Tokens, prompts included, of one update on each process, at most; which sequences, is drawn at random. If
+            `None`, all of the generation batch.
+        distill_steps (`int`, *optional*, defaults to `1`):
+            Optimizer steps of one update, each on its part of the sequences.
+        distill_micro_tokens (`int`, *optional*, defaults to `4096`):
+            Tokens of one forward of the update, at most, but for a longer sequence. Lower it if the update runs out of
+            memory.
 
         > Parameters that control the tail monitor
 
@@ -191,6 +236,84 @@ class SparrowGRPOConfig(GRPOConfig):
         },
     )
 
+    # Parameters that control DistillSparse
+    distill_sparse: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to train a LoRA that is on in rollouts alone, so that the sparse actor comes closer to the "
+            "dense policy. The policy is trained, evaluated and saved without it."
+        },
+    )
+    distill_rank: int = field(default=16, metadata={"help": "Rank of the LoRA of `distill_sparse`."})
+    distill_alpha: float | None = field(
+        default=None,
+        metadata={"help": "The LoRA is scaled by `distill_alpha / distill_rank`. If `None`, twice the rank."},
+    )
+    distill_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Last parts of the names of the layers that the LoRA adapts. If `None`, all linear layers but the "
+            "head."
+        },
+    )
+    distill_learning_rate: float = field(
+        default=5e-4, metadata={"help": "Learning rate of the LoRA's own optimizer, an AdamW."}
+    )
+    distill_warmup_steps: int = field(
+        default=5,
+        metadata={"help": "Steps of the LoRA's optimizer over which its learning rate rises; constant afterwards."},
+    )
+    distill_max_grad_norm: float = field(
+        default=1.0, metadata={"help": "Norm to which the LoRA's gradient is clipped; 0 turns clipping off."}
+    )
+    distill_kl: str = field(
+        default="full",
+        metadata={
+            "help": "How the divergence of the sparse actor from the dense policy is measured: 'full' over the whole "
+            "vocabulary, 'top_k' over the policy's most likely tokens, or from the sampled token alone: 'k1', 'k2', "
+            "'k3'.",
+            "choices": list(KL_ESTIMATORS),
+        },
+    )
+    distill_kl_direction: str = field(
+        default="forward",
+        metadata={
+            "help": "'forward', KL(policy || actor), or 'reverse', KL(actor || policy).",
+            "choices": list(KL_DIRECTIONS),
+        },
+    )
+    distill_kl_coef: float = field(default=1.0, metadata={"help": "Weight of the divergence in the LoRA's loss."})
+    distill_ppo_coef: float = field(
+        default=1.0, metadata={"help": "Weight of the policy-gradient term in the LoRA's loss."}
+    )
+    distill_top_k: int = field(default=64, metadata={"help": "How many tokens `distill_kl='top_k'` looks at."})
+    distill_reuse_teacher: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to take the policy's log-probabilities of the sampled tokens from before its update, "
+            "which are known already, instead of from another forward. Only with `distill_kl` 'k1', 'k2' or 'k3'."
+        },
+    )
+    distill_every: int = field(default=1, metadata={"help": "Update the LoRA after every so many generation batches."})
+    distill_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens, prompts included, of one update of the LoRA on each process, at most. If `None`, all of "
+            "the generation batch."
+        },
+    )
+    distill_steps: int = field(
+        default=1,
+        metadata={"help": "Optimizer steps of one update of the LoRA, each on its part of the sequences."},
+    )
+    distill_micro_tokens: int = field(
+        default=4096,
+        metadata={
+            "help": "Tokens of one forward of the LoRA's update, at most, but for a longer sequence. Lower it if the "
+            "update runs out of memory."
+        },
+    )
+
     # Parameters that control the tail monitor
     tail_monitor: bool = field(
         default=True,
@@ -283,6 +406,8 @@ class SparrowGRPOConfig(GRPOConfig):
             raise
 
         self._check_rollout_options()
+        if self.distill_sparse:
+            self._check_distill_options()
         self._check_tail_options()
         if self.sparse_schedule is not None:
             self._check_schedule(self.sparse_schedule)
@@ -317,6 +442,38 @@ class SparrowGRPOConfig(GRPOConfig):
             setattr(self, name, integer(name, getattr(self, name), low=1))
         boolean("rollout_progress_bar", self.rollout_progress_bar, or_none=True)
         boolean("rollout_check_support", self.rollout_check_support)
+
+    def _check_distill_options(self):
+        if self.sparse_schedule is None:
+            raise ValueError(
+                "distill_sparse=True trains the sparse actor, but sparsity is off (sparse_schedule=None). Set a "
+                "schedule, or distill_sparse=False."
+            )
+        for name in ("distill_rank", "distill_every", "distill_steps", "distill_micro_tokens", "distill_top_k"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a positive integer.")
+        if self.distill_tokens is not None and self.distill_tokens < 1:
+            raise ValueError(f"distill_tokens={self.distill_tokens} is below 1; None sets no limit.")
+        for name in (
+            "distill_learning_rate",
+            "distill_warmup_steps",
+            "distill_max_grad_norm",
+            "distill_kl_coef",
+            "distill_ppo_coef",
+        ):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} is not a finite number of at least 0.")
+        for name, choices in (("distill_kl", KL_ESTIMATORS), ("distill_kl_direction", KL_DIRECTIONS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
+        if self.distill_reuse_teacher and self.distill_kl not in SAMPLED_ESTIMATORS:
+            raise ValueError(
+                f"distill_reuse_teacher=True needs distill_kl to be one of {', '.join(SAMPLED_ESTIMATORS)}, not "
+                f"{self.distill_kl!r}: only the log-probabilities of the sampled tokens are known already."
+            )
+        if self.distill_target_modules == []:
+            raise ValueError("distill_target_modules=[] names no layer; None takes all linear layers but the head.")
 
     def _check_tail_options(self):
         for name, known in (("tail_action", ACTIONS), ("tail_statistic", STATISTICS)):

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from .config import SparrowGRPOConfig
+from .distill import DistillLoss, DistillSession, DistillUpdate, SparrowAdapter, samples_of
 from .hub.publishing import PublishingTrainer
 from .monitor import TailMonitor
 from .monitor.callback import FOLDER, TailCallback
@@ -117,6 +118,7 @@ class SparrowGRPOTrainer(PublishingTrainer):
     """
 
     _rollout_engine: RolloutEngine | None = None
+    _distill: DistillSession | None = None
     _tail_monitor: TailMonitor | None = None
 
     def __init__(
@@ -213,12 +215,63 @@ class SparrowGRPOTrainer(PublishingTrainer):
         if rollout_func is None:
             # Built here, not at the first rollout: what the engine cannot run is refused before any time is spent
             _ = self.rollout_engine
+        if args.distill_sparse:
+            self._distill = self._make_distill()
         if args.tail_monitor and not self._schedule.is_dense:
             self._tail_monitor = self._make_tail_monitor()
             self._tail_callback = TailCallback(
                 self._tail_monitor, self.accelerator.is_main_process, args.report_to or []
             )
             self.add_callback(self._tail_callback)
+
+    def _make_distill(self) -> DistillSession | None:
+        args = self.args
+        if self._schedule.is_dense:
+            warn(
+                "distill_sparse=True has no effect: the schedule is dense, so the actor is the policy and there is "
+                "nothing to learn. Set a sparse_schedule that prunes.",
+                stacklevel=3,
+            )
+            return None
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        adapter = SparrowAdapter(
+            model,
+            rank=args.distill_rank,
+            alpha=args.distill_alpha,
+            target_modules=args.distill_target_modules or "all-linear",
+            seed=args.seed,
+        ).to(self.accelerator.device)
+        loss = DistillLoss(
+            kl=args.distill_kl,
+            direction=args.distill_kl_direction,
+            kl_coef=args.distill_kl_coef,
+            ppo_coef=args.distill_ppo_coef,
+            top_k=args.distill_top_k,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+        )
+        update = DistillUpdate(
+            model,
+            adapter,
+            loss,
+            learning_rate=args.distill_learning_rate,
+            warmup_steps=args.distill_warmup_steps,
+            max_grad_norm=args.distill_max_grad_norm,
+            num_steps=args.distill_steps,
+            max_tokens=args.distill_tokens,
+            micro_tokens=args.distill_micro_tokens,
+            temperature=args.temperature,
+            fp16=args.fp16,
+            autocast=self.accelerator.autocast,
+            reduce_sum=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
+            seed=args.seed,
+        )
+        return DistillSession(adapter, update, every=args.distill_every, reuse_teacher=args.distill_reuse_teacher)
+
+    @property
+    def distill(self) -> DistillSession | None:
+        """The LoRA of `distill_sparse` and its update; `None` where it is off."""
+        return self._distill
 
     def _make_tail_monitor(self) -> TailMonitor:
         args = self.args
@@ -327,10 +380,14 @@ class SparrowGRPOTrainer(PublishingTrainer):
         # From the generator whose state is in every checkpoint, so that a resumed run samples the same tokens. TRL
         # seeds it differently on each process.
         seed = int(torch.randint(2**63 - 1, ()))
+        # In an evaluation the samples are those of the policy as it is published, without the LoRA
+        sampling: AbstractContextManager = nullcontext()
+        if self._distill is not None and self.metrics_mode == "train":
+            sampling = self._distill.sampling(self.rollout_engine.schedule)
         monitor = self._tail_monitor
         watched = [] if monitor is None else monitor.choose(len(prompt_ids))
         # One autocast context around the whole rollout: the cast of each weight is cached until it ends
-        with torch.no_grad(), self.accelerator.autocast():
+        with sampling, torch.no_grad(), self.accelerator.autocast():
             output = self.rollout_engine.generate(
                 prompt_ids,
                 self.generation_config,
@@ -367,6 +424,19 @@ class SparrowGRPOTrainer(PublishingTrainer):
             self._rollout_stats, scored, self.rollout_engine.schedule, self.accelerator.gather
         )
         self._rollout_stats.clear()
+        if self._distill is not None and self.metrics_mode == "train" and scored.actor_logprobs is not None:
+            self._distill.add(
+                samples_of(
+                    scored.prompt_ids,
+                    scored.prompt_mask,
+                    scored.completion_ids,
+                    scored.mask,
+                    scored.advantages,
+                    scored.actor_logprobs,
+                    scored.policy_logprobs if self._distill.reuse_teacher else None,
+                ),
+                self.rollout_engine.schedule,
+            )
         if clipped is not None and clipped > 0.5 and not self._warned_of_clipping:
             self._warned_of_clipping = True
             warn(
@@ -396,6 +466,18 @@ class SparrowGRPOTrainer(PublishingTrainer):
         if report.stop:
             self.control.should_training_stop = True
 
+    def after_step(self) -> None:
+        if self._distill is None:
+            return
+        stats = self._distill.update(all_batches=self.has_finished_batch)
+        if stats is not None:
+            for name, value in stats.metrics().items():
+                self.log_sparrow_metric(name, value)
+
+    def save_beside_model(self, folder: str) -> None:
+        if self._distill is not None:
+            self._distill.save_adapter(folder)
+
     def _pooling(self) -> dict[str, Callable]:
         """How numbers of all processes become one; nothing to do for one process."""
         if self.accelerator.num_processes == 1:
@@ -409,8 +491,12 @@ class SparrowGRPOTrainer(PublishingTrainer):
     def save_state(self, folder: str) -> None:
         if self._tail_monitor is not None:
             self._tail_monitor.save(os.path.join(folder, FOLDER))
+        if self._distill is not None:
+            self._distill.save_state(folder)
 
     def load_state(self, folder: str) -> None:
+        if self._distill is not None:
+            self._distill.load(folder)
         if self._tail_monitor is None:
             return
         message = self._tail_monitor.load(os.path.join(folder, FOLDER))

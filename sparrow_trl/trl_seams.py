@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
@@ -35,6 +36,14 @@ class ScoredRollout:
     """(B, T), float32: of the sampled tokens, under the actor that sampled them."""
     policy_logprobs: torch.Tensor | None
     """(B, T), float32: of the same tokens, under the policy before its update. None where TRL does not need them."""
+
+
+class _AfterStep(TrainerCallback):
+    def __init__(self, trainer: "SeamedGRPOTrainer"):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.after_step()
 
 
 class SeamedGRPOTrainer(GRPOTrainer):
@@ -96,11 +105,22 @@ class SeamedGRPOTrainer(GRPOTrainer):
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         """Called on every process when a generation batch of [`rollout`] is scored, in training and in evaluation."""
 
+    def after_step(self) -> None:
+        """Called on every process after each optimizer step of the policy, before a checkpoint is saved."""
+
+    def save_beside_model(self, folder: str) -> None:
+        """Called on the main process, with the folder of a checkpoint or of the output, when the model is saved."""
+
     def save_state(self, folder: str) -> None:
         """Called on the main process, with a checkpoint's folder, when the optimizer is saved."""
 
     def load_state(self, folder: str) -> None:
         """Called on every process, with a checkpoint's folder, when training is resumed from it."""
+
+    @property
+    def has_finished_batch(self) -> bool:
+        """Whether all updates of the last generation batch of [`rollout`] are done, as seen between two steps."""
+        return self._step % (self.args.steps_per_generation * self.num_iterations) == 0
 
     def take_over_generation(self, stop_token_ids: list[int]) -> None:
         """
@@ -117,6 +137,7 @@ class SeamedGRPOTrainer(GRPOTrainer):
         self.use_vllm = self.rollout_func is None
         # In "colocate" mode the tool loop asks an engine of vLLM for the context length
         self.vllm_mode = "server"
+        self.add_callback(_AfterStep(self))
 
     @property
     def metrics_mode(self) -> str:
@@ -175,6 +196,18 @@ class SeamedGRPOTrainer(GRPOTrainer):
             )
         return batch
 
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        # With the correction, the first pass over a new batch is the policy's; the reference model's may follow
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        around: AbstractContextManager = nullcontext()
+        if self._awaits_policy_pass and corrects:
+            self._awaits_policy_pass = False
+            around = self.around_policy_pass(input_ids, attention_mask, logits_to_keep)
+        with around:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+
     def push_failed(self, error: BaseException) -> None:
         """Called on the main process when an upload during training failed. What was uploaded is on disk."""
         raise error
@@ -210,23 +243,17 @@ class SeamedGRPOTrainer(GRPOTrainer):
         if self.samples_rollouts:
             self.report_failed_pushes()
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        # With the correction, the first pass over a new batch is the policy's; the reference model's may follow
-        corrects = self.use_vllm and self.vllm_importance_sampling_correction
-        around: AbstractContextManager = nullcontext()
-        if self._awaits_policy_pass and corrects:
-            self._awaits_policy_pass = False
-            around = self.around_policy_pass(input_ids, attention_mask, logits_to_keep)
-        with around:
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-            )
-
     def _compute_loss(self, model, inputs):
         if self.samples_rollouts and self.rollout_func is not None:
             # A batch generated since, for example for an evaluation, may have decided otherwise than this one
             self.use_vllm = "importance_sampling_ratio" in inputs
         return super()._compute_loss(model, inputs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.samples_rollouts and self.args.should_save:
+            # First, because the files are pushed to the Hub along with the model
+            self.save_beside_model(output_dir or self.args.output_dir)
+        super().save_model(output_dir, _internal_call=_internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)

@@ -44,6 +44,8 @@ def main(output_dir: str) -> None:
         tail_share=1.0,
         tail_statistic="lower",
         tail_min_tokens=40,
+        distill_sparse=True,
+        distill_steps=2,
     )
     assert trainer.accelerator.num_processes == 2
     assert torch.distributed.get_backend() == "gloo"
@@ -64,6 +66,8 @@ def main(output_dir: str) -> None:
     first_step = gather_object([mine[0].tolist()])
     digests = gather_object([{name: p.double().sum().item() for name, p in model.named_parameters()}])
     bytes_of = gather_object([torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()])
+    lora = torch.cat([p.detach().flatten() for p in trainer.distill.adapter.parameters()])
+    loras = gather_object([lora.numpy().tobytes()])
     completion_ids = gather_object([trainer.rollouts[0 if trainer.accelerator.process_index == 0 else 1][1]])
     if trainer.accelerator.is_main_process:
         initial = torch.cat([p.detach().flatten() for p in tiny_model().parameters()]).numpy().tobytes()
@@ -71,6 +75,8 @@ def main(output_dir: str) -> None:
             "ratios": first_step,
             "equal": bytes_of[0] == bytes_of[1],
             "trained": bytes_of[0] != initial,
+            "equal_loras": loras[0] == loras[1],
+            "trained_lora": any(update.B.any().item() for update in trainer.distill.adapter.updates),
             "digests": digests,
             "completion_ids": completion_ids,
             "monitors": monitors,

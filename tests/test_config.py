@@ -32,6 +32,23 @@ OWN_FIELDS = {
     "tail_floor_every",
     "tail_min_budget",
     "tail_max_budget",
+    "distill_sparse",
+    "distill_rank",
+    "distill_alpha",
+    "distill_target_modules",
+    "distill_learning_rate",
+    "distill_warmup_steps",
+    "distill_max_grad_norm",
+    "distill_kl",
+    "distill_kl_direction",
+    "distill_kl_coef",
+    "distill_ppo_coef",
+    "distill_top_k",
+    "distill_reuse_teacher",
+    "distill_every",
+    "distill_tokens",
+    "distill_steps",
+    "distill_micro_tokens",
 }
 CHANGED_DEFAULTS = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
 

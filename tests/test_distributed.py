@@ -48,6 +48,13 @@ def test_processes_end_with_the_same_parameters(report):
     assert report["digests"][0] == report["digests"][1]
 
 
+def test_processes_end_with_the_same_lora(report):
+    assert report["trained_lora"]
+    assert report["equal_loras"]
+    step = logs_with(report, "sparrow/distill/tokens")[0]
+    assert step["sparrow/distill/tokens"] == sum(len(c) for of_process in report["completion_ids"] for c in of_process)
+
+
 def test_completions_differ_in_length_and_content(report):
     first, second = report["completion_ids"]
     assert len(first) == len(second) == 4

@@ -42,6 +42,15 @@ def methods_that_use(attribute: str) -> set[str]:
     return users
 
 
+def methods_that_call(owner, name: str) -> set[str]:
+    """The methods of a class that call `self.<name>`."""
+    found = set()
+    for method in source_tree(owner).body[0].body:
+        if isinstance(method, ast.FunctionDef) and f"self.{name}(" in ast.unparse(method):
+            found.add(method.name)
+    return found
+
+
 OVERRIDDEN = {
     "_generate_single_turn": [
         "self",
@@ -147,6 +156,8 @@ USES = {
     "_last_loaded_step": {"__init__", "_generate_single_turn", "_generate"},
     "eos_token_ids": {"__init__", "_generate_single_turn", "_generate", "_generate_and_score_completions"},
     "generation_config": {"__init__", "_generate_single_turn"},
+    # Counts the forwards of the training; `has_finished_batch` compares it as `_prepare_inputs` does
+    "_step": {"__init__", "training_step", "_prepare_inputs"},
 }
 
 
@@ -213,6 +224,31 @@ def test_metrics_are_lists_by_mode():
     ), f"{ADVICE}metrics are kept in another way."
     log = ast.unparse(source_tree(GRPOTrainer.log))
     assert "mode = 'train' if self.model.training else 'eval'" in log, f"{ADVICE}log() finds its mode in another way."
+
+
+def test_generation_batches_begin_at_multiples_of_their_forwards():
+    prepare = ast.unparse(source_tree(GRPOTrainer._prepare_inputs))
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in prepare, ADVICE
+    assert "if self._step % generate_every == 0 or" in prepare, ADVICE
+    assert "self._step += 1" in ast.unparse(source_tree(GRPOTrainer.training_step)), ADVICE
+
+
+def test_a_model_is_saved_before_its_checkpoint_and_a_checkpoint_loaded_with_its_optimizer():
+    assert list(inspect.signature(GRPOTrainer.save_model).parameters) == ["self", "output_dir", "_internal_call"]
+    save = ast.unparse(source_tree(transformers.Trainer._save_checkpoint))
+    assert "self.save_model(output_dir, _internal_call=True)" in save, ADVICE
+    assert "self._save_optimizer_and_scheduler(output_dir)" in save, ADVICE
+    assert methods_that_call(transformers.Trainer, "_load_optimizer_and_scheduler"), ADVICE
+    # The step's callbacks run after the optimizer and before a checkpoint is saved
+    calls = {}
+    for method in source_tree(transformers.Trainer).body[0].body:
+        text = ast.unparse(method)
+        for name in ("callback_handler.on_step_end(", "self.optimizer.step(", "self._maybe_log_save_evaluate("):
+            if name in text:
+                calls.setdefault(name, []).append((method.name, text.index(name)))
+    (step,) = calls["callback_handler.on_step_end("]
+    assert any(place[0] == step[0] and place[1] < step[1] for place in calls["self.optimizer.step("]), ADVICE
+    assert any(place[0] == step[0] and place[1] > step[1] for place in calls["self._maybe_log_save_evaluate("]), ADVICE
 
 
 def test_uploads_in_the_background_are_kept_as_jobs():

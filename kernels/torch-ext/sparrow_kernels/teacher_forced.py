@@ -400,9 +400,9 @@ class _TeacherForcedAttention(torch.autograd.Function):
         launch = launches["teacher_forced_backward_key_kernel"]
         reader_list = num_readers = delta  # not read without a page choice
         max_blocks = 1
-        if mask is not None:
+        if mask is not None and lists is not None:  # they come together
             if lists.tokens_per_block != launch["BLOCK_M"] // launch["GROUP"]:
-                lists = _lists(mask, cu_seqlens, launch)
+                lists = list_pages(mask, cu_seqlens, launch["PAGE_SIZE"], launch["BLOCK_M"] // launch["GROUP"])
             reader_list, num_readers = list_readers(
                 lists, cu_seqlens, num_tokens, options["page_size"], launch["BLOCK_N"], options["max_seqlen"]
             )

@@ -138,6 +138,9 @@ def add_tail_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `sparrow tail`."""
     _add_common(parser)
     parser.add_argument("--schedule", required=True, help="a schedule file or folder, a preset, fixed:64, ...")
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="a LoRA of DistillSparse: the tail is measured with it as well as without"
+    )
     parser.add_argument("--out", metavar="DIR", help="folder of the plot, the figures as JSON, and partial results")
     _add_measure(parser)
 
