@@ -451,7 +451,7 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 
 def _scalars(options: dict[str, Any]) -> tuple[float, float, int]:
-    return options["scaling"], options["softcap"] or 1.0, options["sliding_window"] or 0
+    return float(options["scaling"]), float(options["softcap"] or 1.0), options["sliding_window"] or 0
 
 
 def why_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, page_size: int) -> str | None:
