@@ -358,7 +358,7 @@ def launch_options(
             "BLOCK_N": block_n,
             "BLOCK_D": block_d,
             "num_warps": 4 if block_m < 64 else 8,
-            "num_stages": 3,
+            "num_stages": 3 if capability is not None else 2,
         }
     }
     if num_splits > 1:
