@@ -144,13 +144,13 @@ class EngineStep:
         return rollout_mode(self.model)
 
     def __call__(self, tokens: list[int]) -> torch.Tensor:
-        before = self.runner.kv_bytes_read
+        before = self.runner.reads.read
         pieces = [
             Piece(table, context, [token])
             for table, context, token in zip(self.tables, self.contexts, tokens, strict=True)
         ]
         logits = self.runner.run(pieces, range(len(pieces)), decoding=True)
-        self.kv_bytes = self.runner.kv_bytes_read - before
+        self.kv_bytes = self.runner.reads.read - before
         return logits
 
     def rewind(self) -> None:
