@@ -20,6 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sparrow_kernels import checks
+
 
 TARGETS = {
     "sm_75": GPUTarget("cuda", 75, 32),
@@ -54,10 +56,11 @@ class Launch:
 
 
 @contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """Ops called inside launch nothing; the list holds what they would have launched."""
+def record_launches(capability: int | None = 90) -> Iterator[list[Launch]]:
+    """Ops called inside launch nothing; the list holds what they would have launched on a GPU of that compute capability
+    (`None`: an AMD one)."""
     launches: list[Launch] = []
-    original = triton.runtime.JITFunction.run
+    original, original_capability = triton.runtime.JITFunction.run, checks.compute_capability
 
     def run(self, *args, grid, warmup, **kwargs):
         names = self.arg_names
@@ -66,10 +69,12 @@ def record_launches() -> Iterator[list[Launch]]:
         launches.append(Launch(self, grid, arguments, options))
 
     triton.runtime.JITFunction.run = run
+    checks.compute_capability = lambda device: capability
     try:
         yield launches
     finally:
         triton.runtime.JITFunction.run = original
+        checks.compute_capability = original_capability
 
 
 def source(launch: Launch) -> ASTSource:

@@ -46,8 +46,10 @@ def make_ops(backend: str) -> DeviceOps:
     """The operations of `"torch"` or `"triton"`, with scratch memory of their own."""
     if backend == "triton":
         names = ("store_kv", "select_pages", "paged_attention")
-        kernels = [getattr(import_module(f"sparrow_kernels.{name}"), name) for name in names]
-        return DeviceOps(*kernels, token_logprobs=_token_logprobs())
+        store_kv, select_pages, paged_attention = (
+            getattr(import_module(f"sparrow_kernels.{name}"), name) for name in names
+        )
+        return DeviceOps(store_kv, select_pages, paged_attention, _token_logprobs())
     work = torch_ops.Workspace()
     return DeviceOps(
         static_ops.store_kv,

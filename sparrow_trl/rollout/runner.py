@@ -64,5 +64,6 @@ class ModelRunner:
             logits = logits[kept]
         self.windows = step.windows
         if decoding:
+            self.reads.schedule = self.schedule  # it may have been replaced
             self.reads.add(step.positions_host, self.cache, self.windows, step.prunes)
         return logits.float()

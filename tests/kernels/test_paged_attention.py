@@ -5,7 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import DEVICE, DTYPES, assert_close, make_pool, make_query, poison
+<<<<<<< HEAD
 
+=======
+>>>>>>> main
 from sparrow_kernels import paged_attention as op
 from sparrow_kernels import reference
 from sparrow_kernels.paged_attention import paged_attention, scratch_size, split_sizes

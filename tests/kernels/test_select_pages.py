@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import DEVICE, DTYPES, make_pool, make_query, poison
 
+from pools import DEVICE, DTYPES, make_pool, make_query, poison
 from sparrow_kernels import reference
 from sparrow_kernels import select_pages as op
 from sparrow_kernels.select_pages import select_pages

@@ -12,6 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+<<<<<<< HEAD
+=======
+from . import checks
+>>>>>>> main
 from .checks import MAX_GROUP, check, check_group, check_pool, check_tensor
 
 
@@ -62,7 +66,7 @@ def token_span(
         earliest = latest
     oldest = 0
     if WINDOW:
-        oldest = tl.maximum(earliest - window + 1, 0)
+        oldest = tl.maximum(tl.minimum(earliest, latest) - window + 1, 0)  # 0 where all rows are padding
     if SPARSE:
         begin = 0
         count = tl.load(num_selected_ptr + first_query)
@@ -324,10 +328,11 @@ def launch_options(
     max_queries: int = 1,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    capability: int | None = None,
 ) -> dict[str, dict]:
     """
     Keyword arguments of each kernel of the op, by kernel name, as they are launched for these shapes. `sparse` says that a
-    page list is given, `packed` that `query_starts` are.
+    page list is given, `packed` that `query_starts` are; `capability` is 90 for sm_90 and so on, `None` elsewhere.
     """
     value_dim = value_dim or head_dim
     group = num_heads // num_kv_heads
@@ -465,6 +470,7 @@ def paged_attention(
         max_queries=max_queries,
         sliding_window=sliding_window,
         softcap=softcap,
+        capability=checks.compute_capability(query.device),
     )
     paged_attention_kernel[(num_sequences * num_kv_heads, num_splits)](
         query,
