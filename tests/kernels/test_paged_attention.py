@@ -4,11 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import DEVICE, DTYPES, assert_close, make_pool, make_query, poison
-<<<<<<< HEAD
 
-=======
->>>>>>> main
+from pools import DEVICE, DTYPES, assert_close, make_pool, make_query, poison
 from sparrow_kernels import paged_attention as op
 from sparrow_kernels import reference
 from sparrow_kernels.paged_attention import paged_attention, scratch_size, split_sizes

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import DEVICE, DTYPES, poison
 
+from pools import DEVICE, DTYPES, poison
 from sparrow_kernels import reference
 from sparrow_kernels.store_kv import store_kv
 

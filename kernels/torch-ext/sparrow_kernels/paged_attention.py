@@ -12,10 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-<<<<<<< HEAD
-=======
 from . import checks
->>>>>>> main
 from .checks import MAX_GROUP, check, check_group, check_pool, check_tensor
 
 
