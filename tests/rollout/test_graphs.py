@@ -90,7 +90,7 @@ def test_replayed_steps_sample_what_the_host_samples(model_type, recorded):
 
 
 def test_one_recording_for_each_number_of_rows(recorded):
-    """Three sequences in four rows, then the last one alone; a rollout records anew."""
+    """Three sequences, then the last one alone; a rollout records anew."""
     engine = engine_of(endless(num_hidden_layers=2), decode_backend="torch")
     for times in (1, 2):
         engine.generate(random_prompts(40, 40, 40), sampling(60), max_new_tokens=[20, 24, 60])
