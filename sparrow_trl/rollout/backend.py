@@ -49,7 +49,7 @@ def make_ops(backend: str) -> DeviceOps:
         store_kv, select_pages, paged_attention = (
             getattr(import_module(f"sparrow_kernels.{name}"), name) for name in names
         )
-        return DeviceOps(store_kv, select_pages, paged_attention, _token_logprobs())
+        return DeviceOps(store_kv, select_pages, paged_attention, _token_logprobs)
     work = torch_ops.Workspace()
     return DeviceOps(
         static_ops.store_kv,

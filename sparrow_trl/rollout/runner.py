@@ -64,6 +64,5 @@ class ModelRunner:
             logits = logits[kept]
         self.windows = step.windows
         if decoding:
-            self.reads.schedule = self.schedule  # it may have been replaced
             self.reads.add(step.positions_host, self.schedule, self.cache, self.windows, step.prunes)
         return logits.float()
