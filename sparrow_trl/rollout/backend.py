@@ -49,7 +49,7 @@ def make_ops(backend: str) -> DeviceOps:
         store_kv, select_pages, paged_attention = (
             getattr(import_module(f"sparrow_kernels.{name}"), name) for name in names
         )
-        return DeviceOps(store_kv, select_pages, paged_attention, _token_logprobs())
+        return DeviceOps(store_kv, select_pages, paged_attention, _token_logprobs)
     work = torch_ops.Workspace()
     return DeviceOps(
         static_ops.store_kv,
@@ -59,10 +59,11 @@ def make_ops(backend: str) -> DeviceOps:
     )
 
 
-def _token_logprobs() -> Callable:
-    if find_spec("sparrow_kernels.token_logprobs") is None:
-        return static_ops.token_logprobs
-    return import_module("sparrow_kernels.token_logprobs").token_logprobs
+def _token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float = 1.0, top: int = 0):
+    op = import_module("sparrow_kernels.token_logprobs")
+    most = min(top, logits.shape[-1])
+    kernel = op.token_logprobs if most <= op.MAX_TOP else static_ops.token_logprobs
+    return kernel(logits, tokens, temperature=temperature, top=top)
 
 
 def choose_backend(requested: str, device: torch.device, shape: KVShape) -> str:

@@ -181,4 +181,5 @@ class DeviceLoop(HostLoop):
             sequence.num_cached += count
             self._accept(sequence, result.tokens[:count, column].tolist(), logprobs)
         self.stats.decode_steps += max(planned)
-        self.runner.reads.add(np.concatenate(fed), self.runner.cache, self.runner.windows, prunes)
+        runner = self.runner
+        runner.reads.add(np.concatenate(fed), runner.schedule, runner.cache, runner.windows, prunes)

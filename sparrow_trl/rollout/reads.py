@@ -33,25 +33,25 @@ def leaves_pages_out(schedule: SparsitySchedule, positions: np.ndarray) -> bool:
 
 
 class ReadCounter:
-    """
-    Bytes of keys, values and landmarks that decode steps read, and that dense ones would have read.
+    """Bytes of keys, values and landmarks that decode steps read, and that dense ones would have read."""
 
-    Args:
-        schedule (`SparsitySchedule`): sparsity of decode steps.
-    """
-
-    def __init__(self, schedule: SparsitySchedule):
-        self.schedule = schedule
+    def __init__(self) -> None:
         self.read = self.dense = 0
 
     def add(
-        self, positions: np.ndarray, cache: PagedKVCache, windows: dict[int, int | None], scores_pages: bool
+        self,
+        positions: np.ndarray,
+        schedule: SparsitySchedule,
+        cache: PagedKVCache,
+        windows: dict[int, int | None],
+        scores_pages: bool,
     ) -> None:
         """
         Add decoded tokens.
 
         Args:
             positions (`np.ndarray`): `(num_tokens,)` int64, theirs.
+            schedule (`SparsitySchedule`): how many pages they kept.
             cache (`PagedKVCache`): knows the shapes of the layers.
             windows (`dict[int, int | None]`): sliding window of each layer.
             scores_pages (`bool`): whether layers that may choose pages did: where no query leaves one out they need not.
@@ -59,9 +59,9 @@ class ReadCounter:
         all_tokens = kept_tokens = int((positions + 1).sum())
         landmarks = 0
         if scores_pages:
-            candidates = candidates_of(self.schedule, positions)
-            left_out = np.maximum(candidates - budgets_of(self.schedule, positions), 0)
-            kept_tokens -= int(left_out.sum()) * self.schedule.page_size
+            candidates = candidates_of(schedule, positions)
+            left_out = np.maximum(candidates - budgets_of(schedule, positions), 0)
+            kept_tokens -= int(left_out.sum()) * schedule.page_size
             landmarks = int(candidates.sum())
         for layer, (key_pages, value_pages, _) in cache.layers.items():
             element = key_pages.element_size() * key_pages.shape[0]
@@ -69,7 +69,7 @@ class ReadCounter:
             window = windows.get(layer)
             tokens = all_tokens if window is None else int(np.minimum(positions + 1, window).sum())
             self.dense += tokens * per_token
-            if scores_pages and selects_pages(self.schedule, layer, window):
+            if scores_pages and selects_pages(schedule, layer, window):
                 self.read += kept_tokens * per_token + landmarks * element * key_pages.shape[-1]
             else:
                 self.read += tokens * per_token

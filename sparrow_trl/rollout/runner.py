@@ -33,7 +33,7 @@ class ModelRunner:
         self.model, self.schedule, self.cache = model, schedule, cache
         self.device = next(model.parameters()).device
         self.work = torch_ops.Workspace()
-        self.reads = ReadCounter(schedule)
+        self.reads = ReadCounter()
         self.windows: dict[int, int | None] = {}  # sliding window of each layer, as the model passes it
         causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._picks_logits = "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
@@ -64,6 +64,5 @@ class ModelRunner:
             logits = logits[kept]
         self.windows = step.windows
         if decoding:
-            self.reads.schedule = self.schedule  # it may have been replaced
-            self.reads.add(step.positions_host, self.cache, self.windows, step.prunes)
+            self.reads.add(step.positions_host, self.schedule, self.cache, self.windows, step.prunes)
         return logits.float()
