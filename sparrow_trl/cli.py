@@ -32,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = _parser().parse_args(argv)
+    args, rest = _parser().parse_known_args(argv)
+    if args.run is _run_train:
+        return _run_train(args, argv[argv.index("train") + 1 :])
+    if rest:
+        _parser().parse_args(argv)  # says what it does not know
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars of transformers, between our lines
     try:
         return args.run(args, argv)
@@ -68,6 +72,29 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(rollout)
     rollout.set_defaults(run=_run_bench_rollout, parser=rollout)
 
+    train = commands.add_parser(
+        "train",
+        add_help=False,  # its options are those of the trainer, which are slow to import
+        help="train a model with GRPO and sparse rollouts, from flags or a YAML file",
+    )
+    train.set_defaults(run=_run_train)
+
+    push = commands.add_parser(
+        "push",
+        help="upload a trained model, its card and its evidence to the Hub",
+        description="Write the model card from what lies in the folder, and upload both. A fault of the network is tried "
+        "again; what has arrived is not sent again.",
+    )
+    push.add_argument("folder", metavar="DIR", help="output folder of a training, or one of its checkpoints")
+    push.add_argument("repo_id", metavar="REPO", help="repository on the Hub, user/name; made if missing")
+    push.add_argument(
+        "--private", action="store_true", default=None, help="make the repository private, if it is made"
+    )
+    push.add_argument("--revision", help="branch to commit to")
+    push.add_argument("--token", help="token with write permission (default: the one you are logged in with)")
+    push.add_argument("--message", default="Upload model", help="commit message (default: %(default)s)")
+    push.add_argument("--keep-card", action="store_true", help="leave README.md as it is")
+    push.set_defaults(run=_run_push)
     cost = commands.add_parser(
         "cost",
         usage="%(prog)s [options]",
@@ -97,24 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_tail_arguments(tail)
     tail.set_defaults(run=_run_tail, parser=tail)
-
-    push = commands.add_parser(
-        "push",
-        help="upload a trained model, its card and its evidence to the Hub",
-        description="Write the model card from what lies in the folder, and upload both. A fault of the network is tried "
-        "again; what has arrived is not sent again.",
-    )
-    push.add_argument("folder", metavar="DIR", help="output folder of a training, or one of its checkpoints")
-    push.add_argument("repo_id", metavar="REPO", help="repository on the Hub, user/name; made if missing")
-    push.add_argument(
-        "--private", action="store_true", default=None, help="make the repository private, if it is made"
-    )
-    push.add_argument("--revision", help="branch to commit to")
-    push.add_argument("--token", help="token with write permission (default: the one you are logged in with)")
-    push.add_argument("--message", default="Upload model", help="commit message (default: %(default)s)")
-    push.add_argument("--keep-card", action="store_true", help="leave README.md as it is")
-    push.set_defaults(run=_run_push)
     return parser
+
+
+def _run_train(args: argparse.Namespace, argv: list[str]) -> int:
+    from .train.run import main as run
+
+    return run(argv)
 
 
 def _run_push(args: argparse.Namespace, argv: list[str]) -> int:

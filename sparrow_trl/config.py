@@ -1,16 +1,17 @@
 """The configuration of [`SparrowGRPOTrainer`]: TRL's, and what the sparse rollouts need on top."""
 
+import json
 import os
-import re
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
+from .processes import warn
 from .rollout.sampler import Sampler
-from .sparsity import SparsitySchedule
+from .sparsity import DEFAULT_TARGET, SparsitySchedule, is_hub_repo
+from .validation import boolean, fraction, integer
 
 
 _IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -112,7 +113,7 @@ class SparrowGRPOConfig(GRPOConfig):
         },
     )
     sparse_target: float = field(
-        default=0.86,
+        default=DEFAULT_TARGET,
         metadata={
             "help": "Tail of the acceptance rate (its 5th percentile in each bin of positions) that the schedule must "
             "keep. It selects among published schedules."
@@ -159,6 +160,8 @@ class SparrowGRPOConfig(GRPOConfig):
         # The command line passes the value as a string
         elif isinstance(self.sparse_schedule, str) and self.sparse_schedule.lower() in ("none", "null"):
             self.sparse_schedule = None
+        elif isinstance(self.sparse_schedule, str) and self.sparse_schedule.startswith("{"):
+            _check_json(self.sparse_schedule)
 
         if self.num_generations is not None and self.num_generations < 2:
             raise ValueError(
@@ -202,17 +205,15 @@ class SparrowGRPOConfig(GRPOConfig):
 
     def _check_rollout_options(self):
         for name in ("sparse_target", "rollout_memory_fraction"):
-            value = getattr(self, name)
-            if not 0 < value <= 1:
-                raise ValueError(f"{name}={value} is not in (0, 1].")
+            setattr(self, name, fraction(name, getattr(self, name)))
         for name in ("rollout_max_num_seqs", "rollout_prefill_chunk_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not a positive integer.")
+            setattr(self, name, integer(name, getattr(self, name), low=1))
+        boolean("rollout_progress_bar", self.rollout_progress_bar, or_none=True)
+        boolean("rollout_check_support", self.rollout_check_support)
 
     def _check_schedule(self, schedule: dict[str, Any] | str):
         # "auto" needs the model, and a repository the network: the trainer resolves those
-        if schedule == "auto" or _is_hub_repo(schedule):
+        if isinstance(schedule, str) and (schedule == "auto" or is_hub_repo(schedule)):
             return
         try:
             SparsitySchedule.resolve(schedule, target=self.sparse_target)
@@ -265,11 +266,10 @@ class SparrowGRPOConfig(GRPOConfig):
     def _check_importance_sampling(self):
         if not self.vllm_importance_sampling_correction:
             if self.sparse_schedule != "dense":
-                warnings.warn(
+                warn(
                     "vllm_importance_sampling_correction=False trains on the tokens of the sparse actor as if the "
                     "policy had sampled them, which is known to end in collapse. Leave it at True, or set "
                     "sparse_schedule='dense'.",
-                    UserWarning,
                     stacklevel=4,
                 )
             return
@@ -284,11 +284,10 @@ class SparrowGRPOConfig(GRPOConfig):
                     f"loss_type='vespo' needs vllm_importance_sampling_mode='token_truncate' or 'token_mask', not "
                     f"{mode!r}."
                 )
-            warnings.warn(
+            warn(
                 f"vllm_importance_sampling_mode={mode!r} takes one ratio for a whole completion. The differences "
                 "between the sparse actor and the policy multiply up along it, so for long completions nearly every "
                 "ratio is out of bounds. Use 'token_truncate'.",
-                UserWarning,
                 stacklevel=4,
             )
 
@@ -297,10 +296,9 @@ def _divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
-def _is_hub_repo(value: dict[str, Any] | str) -> bool:
-    return (
-        isinstance(value, str)
-        and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) is not None
-        and not value.endswith(".json")
-        and not os.path.exists(value)
-    )
+def _check_json(text: str) -> None:
+    """What is parsed as JSON later on, without the name of the option in the error."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"sparse_schedule={text!r} is not valid JSON: {error}.") from error

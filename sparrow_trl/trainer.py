@@ -1,6 +1,5 @@
 """GRPO with sparse rollouts: TRL's trainer with this package's rollout engine in the place of `generate`."""
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,15 @@ from transformers import (
 
 from .config import SparrowGRPOConfig
 from .hub.publishing import PublishingTrainer
-from .rollout import RolloutEngine, RolloutStats, check_model_config
+from .processes import warn
+from .rollout import (
+    WITHOUT_SPARSITY,
+    RolloutEngine,
+    RolloutStats,
+    check_model_config,
+    check_peft_config,
+    stop_ids,
+)
 from .rollout_metrics import RolloutMetrics
 from .sparsity import SparsitySchedule
 from .sparsity.calibration.auto import calibrate_for_training
@@ -34,8 +41,7 @@ if TYPE_CHECKING:
     from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 
 
-_WITHOUT_SPARSITY = "Set sparse_schedule=None to train without sparse rollouts, as TRL does."
-_UNSHARDED = f"Use DDP, or DeepSpeed ZeRO-1 or ZeRO-2. {_WITHOUT_SPARSITY}"
+_UNSHARDED = f"Use DDP, or DeepSpeed ZeRO-1 or ZeRO-2. {WITHOUT_SPARSITY}"
 
 
 class SparrowGRPOTrainer(PublishingTrainer):
@@ -142,7 +148,8 @@ class SparrowGRPOTrainer(PublishingTrainer):
         if args.sparse_schedule is not None:
             _refuse_sharding(args)
             _refuse_images(processing_class)
-            _refuse_prompt_learning(peft_config)
+            if peft_config is not None:
+                check_peft_config(peft_config)
             _refuse_architecture(model, args)
             # Resolved before the model is loaded, for it may read a file or ask the Hub
             known = args.sparse_schedule != "auto" or preset_name(model_name) in SparsitySchedule.presets()
@@ -150,11 +157,9 @@ class SparrowGRPOTrainer(PublishingTrainer):
             if known:
                 schedule = SparsitySchedule.resolve(args.sparse_schedule, model_name, args.sparse_target)
             if rollout_func is not None:
-                warnings.warn(
+                warn(
                     "`rollout_func` generates the completions, so the rollouts are not sparse, except where it calls "
-                    "`trainer.rollout(prompt_ids)`.",
-                    UserWarning,
-                    stacklevel=2,
+                    "`trainer.rollout(prompt_ids)`."
                 )
 
         super().__init__(
@@ -190,8 +195,9 @@ class SparrowGRPOTrainer(PublishingTrainer):
             for mode in ("train", "eval")
         }
         self._warned_of_clipping = False
+        _warn_of_dropout(self.model)
         self.take_over_generation(
-            _union(
+            stop_ids(
                 self.eos_token_ids,
                 self.processing_class.eos_token_id,
                 self.model.config.get_text_config().eos_token_id,
@@ -308,15 +314,12 @@ class SparrowGRPOTrainer(PublishingTrainer):
         self._rollout_stats.clear()
         if clipped is not None and clipped > 0.5 and not self._warned_of_clipping:
             self._warned_of_clipping = True
-            if self.accelerator.is_main_process:
-                warnings.warn(
-                    f"The importance ratio of {clipped:.0%} of the tokens is out of its bounds "
-                    f"(vllm_importance_sampling_clip_max={self.args.vllm_importance_sampling_clip_max}), so the "
-                    "correction changes most of the loss: the sparse actor is far from the policy. Use a schedule "
-                    "with larger budgets. This warning is not repeated; see the metric sparrow/clipped_fraction.",
-                    UserWarning,
-                    stacklevel=2,
-                )
+            warn(
+                f"The importance ratio of {clipped:.0%} of the tokens is out of its bounds "
+                f"(vllm_importance_sampling_clip_max={self.args.vllm_importance_sampling_clip_max}), so the correction "
+                "changes most of the loss: the sparse actor is far from the policy. Use a schedule with larger budgets. "
+                "This warning is not repeated; see the metric sparrow/clipped_fraction."
+            )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.samples_rollouts:
@@ -347,7 +350,26 @@ def _refuse_spread_parameters(model: torch.nn.Module) -> None:
     if len(devices) > 1:
         raise ValueError(
             f"Sparse rollouts need the model on one device, but it is on {', '.join(devices)}. Set "
-            f'model_init_kwargs={{"device_map": None}}. {_WITHOUT_SPARSITY}'
+            f'model_init_kwargs={{"device_map": None}}. {WITHOUT_SPARSITY}'
+        )
+
+
+def _warn_of_dropout(model: "PreTrainedModel | PeftModel") -> None:
+    found = {
+        name: value
+        for name, value in vars(model.config.get_text_config()).items()
+        if name in ("attention_dropout", "attn_pdrop") and value
+    }
+    modules = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p}
+    if modules:
+        found["torch.nn.Dropout"] = max(modules)
+    if found:
+        listed = ", ".join(f"{name}={value}" for name, value in found.items())
+        warn(
+            f"The model has dropout ({listed}). Rollouts run without it and training with it, so its noise shows in the "
+            "importance ratios. Set disable_dropout=True, and dropout of attention to 0 in the model's config, with "
+            "model_init_kwargs.",
+            stacklevel=3,
         )
 
 
@@ -355,15 +377,7 @@ def _refuse_images(processing_class: Any) -> None:
     if isinstance(processing_class, ProcessorMixin):
         raise ValueError(
             f"Sparse rollouts support text alone, but the processing class is a {type(processing_class).__name__}, "
-            f"which handles images too. Pass the tokenizer of a text model. {_WITHOUT_SPARSITY}"
-        )
-
-
-def _refuse_prompt_learning(peft_config: "PeftConfig | None") -> None:
-    if peft_config is not None and peft_config.is_prompt_learning:
-        raise ValueError(
-            f"Sparse rollouts do not support prompt learning (peft_type={peft_config.peft_type.value}), which puts "
-            f"virtual tokens before the prompt. Use LoRA. {_WITHOUT_SPARSITY}"
+            f"which handles images too. Pass the tokenizer of a text model. {WITHOUT_SPARSITY}"
         )
 
 
@@ -382,12 +396,3 @@ def _refuse_architecture(model: "str | PreTrainedModel | PeftModel", args: Sparr
         )
     else:
         check_model_config(model)
-
-
-def _union(*ids: int | list[int] | None) -> list[int]:
-    union = []
-    for entry in ids:
-        for token_id in [entry] if isinstance(entry, int) else entry or []:
-            if token_id not in union:
-                union.append(token_id)
-    return union

@@ -1,4 +1,4 @@
-"""As much of a Hub as `huggingface_hub` needs to make model repositories, commit to them and download from them."""
+"""As much of a Hub as `huggingface_hub` needs to make model and kernel repositories, commit to them and download from them."""
 
 import base64
 import hashlib
@@ -36,6 +36,7 @@ class LoopbackHub:
 
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     commits: dict[str, list[str]] = field(default_factory=dict)
+    branches: dict[str, set[str]] = field(default_factory=dict)  # that were made; all have the same contents
     private: set[str] = field(default_factory=set)
     stored: dict[str, bytes] = field(default_factory=dict)  # LFS objects by their SHA-256
     faults: list[Fault] = field(default_factory=list)
@@ -173,6 +174,10 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         self.reply_json({"files": files})
 
+    def branch(self, body: bytes, repo: str, name: str) -> None:
+        self.hub.branches.setdefault(repo, set()).add(name)
+        self.reply_json({})
+
     def lfs_batch(self, body: bytes, repo: str) -> None:
         objects = []
         for wanted in json.loads(body)["objects"]:
@@ -233,16 +238,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.reply(200, content, ETag=f'"{etag}"', X_Repo_Commit=sha)
 
 
-_REPO = r"(?P<repo>[^/]+/[^/]+?)"
+_KIND, _REPO = r"(?:models|kernels)", r"(?P<repo>[^/]+/[^/]+?)"
 ROUTES = [
     (("GET",), r"/api/whoami-v2", _Handler.whoami),
     (("POST",), r"/api/validate-yaml", _Handler.validate_yaml),
     (("POST",), r"/api/repos/create", _Handler.create),
-    (("POST",), rf"/api/models/{_REPO}/preupload/[^/]+", _Handler.preupload),
-    (("POST",), rf"/api/models/{_REPO}/commit/[^/]+", _Handler.commit),
-    (("GET",), rf"/api/models/{_REPO}/tree/[^/]+(?:/(?P<folder>.*))?", _Handler.tree),
-    (("GET",), rf"/api/models/{_REPO}(?:/revision/[^/]+)?", _Handler.info),
-    (("POST",), rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler.lfs_batch),
+    (("POST",), rf"/api/{_KIND}/{_REPO}/preupload/[^/]+", _Handler.preupload),
+    (("POST",), rf"/api/{_KIND}/{_REPO}/commit/[^/]+", _Handler.commit),
+    (("POST",), rf"/api/{_KIND}/{_REPO}/branch/(?P<name>[^/]+)", _Handler.branch),
+    (("GET",), rf"/api/{_KIND}/{_REPO}/tree/[^/]+(?:/(?P<folder>.*))?", _Handler.tree),
+    (("GET",), rf"/api/{_KIND}/{_REPO}(?:/revision/[^/]+)?", _Handler.info),
+    (("POST",), rf"/(?:kernels/)?{_REPO}\.git/info/lfs/objects/batch", _Handler.lfs_batch),
     (("PUT",), r"/lfs/(?P<oid>[0-9a-f]{64})", _Handler.lfs_put),
     (("GET", "HEAD"), rf"/{_REPO}/resolve/[^/]+/(?P<path>.+)", _Handler.download),
 ]

@@ -5,24 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
-import psutil
 import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..attention import TeacherForced
+from ..memory import free_memory
+from ..processes import is_main_process
 from ..sparsity import SparsitySchedule
+from ..validation import boolean, fraction, integer
+from .arguments import check_prompts, checked_config, checked_tokens, stop_ids
+from .backend import BACKENDS, KVShape, choose_backend
 from .cache import PageAllocator, PagedKVCache
+from .device_loop import DeviceLoop, num_columns
+from .host_loop import HostLoop
 from .isolation import rollout_mode
 from .output import RolloutOutput, RolloutStats
 from .runner import ModelRunner
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .sequence import Prompt, Sequence, random_stream
-from .step import Piece
-from .support import check_model_config, probe
+from .support import check_layers, check_model_config, probe
+from .weights import copied_bytes
 
 
 logger = logging.get_logger(__name__)
@@ -55,6 +62,10 @@ class RolloutEngine:
         check_support (`bool`, *optional*, defaults to `True`):
             Whether to compare a short paged decode with the model's own forward now, and refuse the model where they
             differ.
+        decode_backend (`str`, *optional*, defaults to `"auto"`):
+            What decodes: `"triton"` (kernels) or `"torch"` (PyTorch operations), in bursts of steps that stay on the
+            device, or `"host"` (PyTorch operations, every step planned and read on the host). `"auto"` is `"host"` on a
+            CPU; on a CUDA device it is `"triton"`, or `"torch"` with a warning where Triton does not run.
 
     Raises:
         UnsupportedModelError: for models that paged attention would run wrongly.
@@ -82,29 +93,39 @@ class RolloutEngine:
         max_pages: int | None = None,
         progress_bar: bool | None = None,
         check_support: bool = True,
+        decode_backend: str = "auto",
     ):
+        self.memory_fraction = fraction("memory_fraction", memory_fraction)
+        self.max_num_seqs = integer("max_num_seqs", max_num_seqs, low=1)
+        self.prefill_chunk_size = integer("prefill_chunk_size", prefill_chunk_size, low=1)
+        self.max_pages = None if max_pages is None else integer("max_pages", max_pages, low=1)
+        boolean("progress_bar", progress_bar, or_none=True)
+        boolean("check_support", check_support)
+        if decode_backend not in BACKENDS:
+            raise ValueError(f"decode_backend={decode_backend!r} must be one of {', '.join(map(repr, BACKENDS))}.")
+        self.decode_backend = decode_backend
+        check_model_config(model)
+        self.model, self.progress_bar = model, progress_bar
+        self.schedule = schedule
+        sources = (model.config.get_text_config(), getattr(model, "generation_config", None))
+        self.stop_token_ids = stop_ids(stop_token_ids, *(getattr(source, "eos_token_id", None) for source in sources))
+        self._footprint = probe(model, compare=check_support)
+        self._warned_length = False
+
+    @property
+    def schedule(self) -> SparsitySchedule:
+        """How many pages a query keeps. It may be replaced between rollouts."""
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: SparsitySchedule) -> None:
         if not isinstance(schedule, SparsitySchedule):
             raise TypeError(
                 f"schedule={schedule!r} is a {type(schedule).__name__}, not a SparsitySchedule; see "
                 "`SparsitySchedule.resolve`, which makes one from a name, a path or a dict."
             )
-        if not 0.0 < memory_fraction <= 1.0:
-            raise ValueError(f"memory_fraction={memory_fraction} must be above 0 and at most 1.")
-        for name, value in (
-            ("max_num_seqs", max_num_seqs),
-            ("prefill_chunk_size", prefill_chunk_size),
-            ("max_pages", max_pages),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
-        self.model, self.schedule = model, schedule
-        self.stop_token_ids = _stop_ids(model, stop_token_ids)
-        self.memory_fraction, self.max_num_seqs = memory_fraction, max_num_seqs
-        self.prefill_chunk_size, self.max_pages = prefill_chunk_size, max_pages
-        self.progress_bar = progress_bar
-        check_model_config(model)
-        self._token_numel, self._page_numel, self._dtype = probe(model, compare=check_support)
-        self._warned_length = False
+        check_layers(schedule, self.model.config.get_text_config().num_hidden_layers)
+        self._schedule = schedule
 
     def generate(
         self,
@@ -143,16 +164,16 @@ class RolloutEngine:
                 not know; before anything is computed.
         """
         started = time.perf_counter()
-        config = generation_config or GenerationConfig(do_sample=True)
-        if seed < 0:
-            raise ValueError(f"seed={seed} must not be negative.")
+        config = checked_config(generation_config)
+        seed = integer("seed", seed, low=0)
+        top_logprobs = integer("top_logprobs", top_logprobs, low=0)
+        check_prompts(prompts)
         if max_new_tokens is None:
             if config.max_new_tokens is None and config.max_length is not None:
                 max_new_tokens = [config.max_length - len(prompt) for prompt in prompts]
             else:
                 max_new_tokens = [512 if config.max_new_tokens is None else config.max_new_tokens] * len(prompts)
-        stop_ids = sorted({*self.stop_token_ids, *_as_list(config.eos_token_id)})
-        sampler = Sampler(config, stop_ids)
+        sampler = Sampler(config, stop_ids(self.stop_token_ids, config.eos_token_id))
         keep_top: set[int] = set()
         if top_logprobs:
             keep_top.update(range(len(prompts)) if top_logprobs_for is None else top_logprobs_for)
@@ -170,6 +191,8 @@ class RolloutEngine:
         allocator = PageAllocator(num_pages)
         scheduler = Scheduler(cache, allocator, sequences, self.max_num_seqs)
         runner = ModelRunner(self.model, self.schedule, cache)
+        backend = self._backend(sequences, sampler, dtype)
+        make_loop = HostLoop if backend == "host" else partial(DeviceLoop, backend=backend)
         by_index = sorted(sequences, key=lambda sequence: sequence.index)
         bar = tqdm(
             total=len(sequences),
@@ -180,25 +203,19 @@ class RolloutEngine:
             leave=False,
         )
         with rollout_mode(self.model, packed=True), bar:
-            while not scheduler.is_done:
-                admitted = scheduler.admit()
-                if admitted:
-                    clock = time.perf_counter()
-                    self._prefill(runner, scheduler, admitted, stats)
-                    stats.seconds_prefill += time.perf_counter() - clock
-                    fresh = [sequence for sequence in admitted if not sequence.completion_ids]
-                    if fresh:
-                        first = torch.stack([sequence.prompt.first_logits for sequence in fresh])
-                        self._sample(sampler, first, fresh, scheduler, stats, top_logprobs, bar)
-                    continue
-                clock = time.perf_counter()
-                logits, decoded = self._decode(runner, scheduler, stats)
-                stats.seconds_decode += time.perf_counter() - clock
-                if decoded:
-                    self._sample(sampler, logits, decoded, scheduler, stats, top_logprobs, bar)
+            loop = make_loop(
+                runner,
+                scheduler,
+                sampler,
+                stats,
+                prefill_chunk_size=self.prefill_chunk_size,
+                top_logprobs=top_logprobs,
+                bar=bar,
+            )
+            loop.run()
         stats.preemptions = scheduler.preemptions
         stats.pages_peak, stats.pages_total = allocator.peak, num_pages
-        stats.kv_bytes_read, stats.kv_bytes_dense = runner.kv_bytes_read, runner.kv_bytes_dense
+        stats.kv_bytes_read, stats.kv_bytes_dense = runner.reads.read, runner.reads.dense
         stats.seconds = time.perf_counter() - started
         return RolloutOutput(
             completion_ids=[sequence.completion_ids for sequence in by_index],
@@ -224,7 +241,11 @@ class RolloutEngine:
         Returns:
             `list[torch.Tensor]`: float32, one number per completion token.
         """
+        if isinstance(temperature, (bool, str)) or not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature={temperature!r} must be a number above 0.")
+        vocab_size = self.model.get_input_embeddings().num_embeddings
         for index, (token_ids, prompt_length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+            checked_tokens(token_ids, vocab_size, f"The sequence at index {index}")
             if not 0 < prompt_length < len(token_ids):
                 raise ValueError(
                     f"The sequence at index {index} has {len(token_ids)} tokens and prompt_length={prompt_length}; both "
@@ -253,20 +274,14 @@ class RolloutEngine:
         """Check the prompts, and group equal ones together."""
         if len(limits) != len(prompts):
             raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(prompts)} prompts.")
+        limits = [integer(f"max_new_tokens[{index}]", limit) for index, limit in enumerate(limits)]
         if limits and min(limits) < 1:
             raise ValueError(f"max_new_tokens={min(limits)} must be at least 1 (see `max_completion_length`).")
         vocab_size = self.model.get_input_embeddings().num_embeddings
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         groups: dict[tuple[int, ...], list[Sequence]] = {}
         for index, (token_ids, max_new_tokens) in enumerate(zip(prompts, limits, strict=True)):
-            if len(token_ids) == 0:
-                raise ValueError(f"The prompt at index {index} is empty; a prompt needs at least one token.")
-            low, high = min(token_ids), max(token_ids)
-            if low < 0 or high >= vocab_size:
-                raise ValueError(
-                    f"The prompt at index {index} holds token id {low if low < 0 else high}, outside the model's "
-                    f"vocabulary of {vocab_size}; tokenizer and model do not belong together."
-                )
+            token_ids = checked_tokens(token_ids, vocab_size, f"The prompt at index {index}")
             length, allowed = len(token_ids), max_new_tokens
             if limit is not None and length + 1 > limit:
                 raise ValueError(
@@ -275,14 +290,14 @@ class RolloutEngine:
                 )
             if limit is not None and length + max_new_tokens > limit:
                 allowed = limit - length
-                if not self._warned_length:
+                if not self._warned_length and is_main_process():
                     self._warned_length = True
                     logger.warning(
                         f"A prompt of {length} tokens and max_new_tokens={max_new_tokens} (`max_completion_length`) "
                         f"exceed the model's {limit} positions; completions end at {allowed} tokens there."
                     )
             group = groups.setdefault(tuple(token_ids), [])
-            prompt = group[0].prompt if group else Prompt(list(token_ids))
+            prompt = group[0].prompt if group else Prompt(token_ids)
             group.append(
                 Sequence(index, prompt, allowed, random_stream(seed, index, allowed), keep_top=index in keep_top)
             )
@@ -290,7 +305,29 @@ class RolloutEngine:
 
     def _cache_dtype(self) -> torch.dtype:
         device_type = next(self.model.parameters()).device.type
-        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self._dtype
+        return (
+            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self._footprint.dtype
+        )
+
+    def _backend(self, sequences: list[Sequence], sampler: Sampler, dtype: torch.dtype) -> str:
+        """What decodes (see [`~sparrow_trl.rollout.backend.choose_backend`])."""
+        most = max(len(sequence.prompt.token_ids) + sequence.max_new_tokens for sequence in sequences)
+        config, layers = self.model.config.get_text_config(), self._footprint.layers
+        shape = KVShape(
+            num_heads=getattr(config, "num_attention_heads", None) or max(heads for heads, _, _ in layers),
+            layers=layers,
+            page_size=self.schedule.page_size,
+            max_pages=num_columns(-(-most // self.schedule.page_size)),
+            dtype=dtype,
+        )
+        backend = choose_backend(self.decode_backend, next(self.model.parameters()).device, shape)
+        if backend != "host" and sampler.uses_history:
+            logger.warning_once(
+                "Sampling options that look at the tokens so far (repetition_penalty, no_repeat_ngram_size, min_new_tokens "
+                "and the like) are applied on the host: every decode step waits for it, which is slower."
+            )
+            return "host"
+        return backend
 
     def _num_pages(self, sequences: list[Sequence], dtype: torch.dtype) -> int:
         """Pages of the pool: what the sequences need at most, within the memory that the rollout may take."""
@@ -306,10 +343,11 @@ class RolloutEngine:
         device = next(self.model.parameters()).device
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what the last backward left to PyTorch's allocator counts as free
-            free = torch.cuda.mem_get_info(device)[0]
+            autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+            free = max(0, free_memory(device) - copied_bytes(self.model, autocast))
         else:
-            free = psutil.virtual_memory().available
-        page_bytes = (self._token_numel * page_size + self._page_numel) * dtype.itemsize
+            free = free_memory(device)
+        page_bytes = (self._footprint.token_numel * page_size + self._footprint.page_numel) * dtype.itemsize
         affordable = int(free * self.memory_fraction / page_bytes)
         return min(wanted, affordable, wanted if self.max_pages is None else self.max_pages)
 
@@ -325,78 +363,3 @@ class RolloutEngine:
                     f"{num_pages}. Raise `rollout_memory_fraction` (now {self.memory_fraction}) or `max_pages` (now "
                     f"{self.max_pages}), or lower `max_completion_length` or the prompt's length."
                 )
-
-    def _prefill(self, runner: ModelRunner, scheduler: Scheduler, admitted: list[Sequence], stats: RolloutStats):
-        """Compute the prompts that are not in the cache, several to a forward or one over several, and fork them."""
-        queue = list(dict.fromkeys(s.prompt for s in admitted if not s.prompt.is_ready))
-        while queue:
-            pieces, ends, room = [], [], self.prefill_chunk_size
-            for prompt in queue:
-                if room == 0:
-                    break
-                token_ids = prompt.token_ids[prompt.num_cached : prompt.num_cached + room]
-                pieces.append(Piece(prompt.table, prompt.num_cached, token_ids))
-                room -= len(token_ids)
-                prompt.num_cached += len(token_ids)
-                if prompt.is_ready:
-                    ends.append((prompt, self.prefill_chunk_size - room - 1))
-            logits = runner.run(pieces, [place for _, place in ends] or [0], decoding=False)
-            for (prompt, _), row in zip(ends, logits, strict=False):
-                prompt.first_logits = row
-            stats.prefill_tokens += self.prefill_chunk_size - room
-            queue = [prompt for prompt in queue if not prompt.is_ready]
-        for sequence in admitted:
-            scheduler.fork(sequence)
-
-    def _decode(
-        self, runner: ModelRunner, scheduler: Scheduler, stats: RolloutStats
-    ) -> tuple[torch.Tensor, list[Sequence]]:
-        """One step of every running sequence: logits, and the sequences they belong to (those not catching up)."""
-        pieces = scheduler.decode_pieces()
-        keep, decoded, end = [], [], -1
-        for piece, sequence in zip(pieces, scheduler.running, strict=True):
-            end += len(piece.token_ids)
-            sequence.num_cached = piece.stop
-            if piece.stop == sequence.num_tokens:
-                keep.append(end)
-                decoded.append(sequence)
-            stats.recomputed_tokens += len(piece.token_ids) - (piece.stop == sequence.num_tokens)
-        stats.decode_steps += 1
-        return runner.run(pieces, keep or [0], decoding=True), decoded
-
-    def _sample(self, sampler, logits, sequences, scheduler, stats, top_logprobs, bar) -> None:
-        clock = time.perf_counter()
-        wants_top = top_logprobs if any(sequence.keep_top for sequence in sequences) else 0
-        tokens, logprobs, top = sampler(logits, sequences, wants_top)
-        stops = set(sampler.stop_token_ids)
-        for i, sequence in enumerate(sequences):
-            sequence.completion_ids.append(tokens[i])
-            sequence.logprobs.append(logprobs[i])
-            if sequence.keep_top and top is not None:
-                sequence.top_ids.append(top[0][i])
-                sequence.top_logprobs.append(top[1][i])
-            if tokens[i] in stops:
-                sequence.finish_reason = "stop"
-            elif len(sequence.completion_ids) >= sequence.max_new_tokens:
-                sequence.finish_reason = "length"
-            if sequence.finish_reason is not None:
-                scheduler.finish(sequence)
-                bar.update()
-        stats.completion_tokens += len(sequences)
-        stats.seconds_sampling += time.perf_counter() - clock
-
-
-def _as_list(ids: int | Iterable[int] | None) -> list[int]:
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else [int(token) for token in ids]
-
-
-def _stop_ids(model: PreTrainedModel, extra: Iterable[int]) -> list[int]:
-    """The union of all stop ids: the caller's (tokenizer), the model config's and its generation config's."""
-    ids = {int(token) for token in extra if token is not None}
-    ids.update(_as_list(getattr(model.config.get_text_config(), "eos_token_id", None)))
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        ids.update(_as_list(generation_config.eos_token_id))
-    return sorted(ids)

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..attention import ATTENTION_NAME
 from .packing import packed_linears
+from .weights import rollout_weights
 
 
 _guard = threading.Lock()
@@ -32,8 +33,10 @@ def rollout_mode(
     """
     Evaluation mode, no gradients and the attention implementation `attention` (`None` leaves the model's own) inside
     the context. On leaving it, also by an exception, training flags, attention implementations and `requires_grad`
-    are what they were; weights, dtypes and adapters are never touched. With `packed`, linear layers are packed meanwhile
-    (see [`~sparrow_trl.rollout.packing.packed_linears`]), which pays where many tokens are decoded.
+    are what they were; weights, dtypes and adapters are never touched. With `packed`, which pays where many tokens are
+    decoded, linear layers multiply by copies of their weights meanwhile: packed ones on a CPU (see
+    [`~sparrow_trl.rollout.packing.packed_linears`]), on other devices ones in the dtype of autocast (see
+    [`~sparrow_trl.rollout.weights.rollout_weights`]).
 
     One thread at a time is in this mode with a model; others wait.
 
@@ -60,7 +63,8 @@ def rollout_mode(
             if attention is not None:
                 for config in configs.values():
                     config._attn_implementation = attention
-            with torch.no_grad(), packed_linears(model, dtype) if packed else nullcontext():
+            copies = packed_linears if device_type == "cpu" else rollout_weights
+            with torch.no_grad(), copies(model, dtype) if packed else nullcontext():
                 yield
         finally:
             for config, implementation in implementations:

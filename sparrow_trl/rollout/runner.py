@@ -12,6 +12,7 @@ from sparrow_kernels import torch_ops
 
 from ..sparsity import SparsitySchedule
 from .cache import PagedKVCache
+from .reads import ReadCounter
 from .step import PagedStep, Piece
 
 
@@ -29,7 +30,7 @@ class ModelRunner:
         self.model, self.schedule, self.cache = model, schedule, cache
         self.device = next(model.parameters()).device
         self.work = torch_ops.Workspace()
-        self.kv_bytes_read = self.kv_bytes_dense = 0
+        self.reads = ReadCounter(schedule)
         self.windows: dict[int, int | None] = {}  # sliding window of each layer, as the model passes it
         causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._picks_logits = "logits_to_keep" in inspect.signature(causal_lm.forward).parameters
@@ -59,6 +60,7 @@ class ModelRunner:
         if not self._picks_logits:
             logits = logits[kept]
         self.windows = step.windows
-        self.kv_bytes_read += step.kv_bytes_read
-        self.kv_bytes_dense += step.kv_bytes_dense
+        if decoding:
+            self.reads.schedule = self.schedule  # it may have been replaced
+            self.reads.add(step.positions_host, self.cache, self.windows, step.prunes)
         return logits.float()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -26,6 +28,8 @@ from transformers.generation import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+
+from sparrow_kernels import static_ops
 
 from .sequence import Sequence
 
@@ -92,10 +96,11 @@ class Sampler:
             )
         self.config = config
         self.stop_token_ids = stop_token_ids
-        self._history = self._uses_history()
+        self.uses_history = self._looks_at_history()
         self._warpers = self._make_warpers()
+        self._suppressors: dict[torch.device, SuppressTokensLogitsProcessor] = {}
 
-    def _uses_history(self) -> bool:
+    def _looks_at_history(self) -> bool:
         config = self.config
         return (
             config.repetition_penalty not in (None, 1.0)
@@ -168,7 +173,7 @@ class Sampler:
 
     def _process(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> torch.Tensor:
         config, scores = self.config, logits
-        if self._history:
+        if self.uses_history:
             rows = []
             for row, sequence in zip(logits, sequences, strict=True):
                 token_ids = torch.tensor([sequence.token_ids], device=logits.device)
@@ -177,10 +182,50 @@ class Sampler:
         if config.remove_invalid_values:
             scores = InfNanRemoveLogitsProcessor()(None, scores)
         if config.suppress_tokens is not None:
-            scores = SuppressTokensLogitsProcessor(config.suppress_tokens, device=logits.device)(None, scores)
+            scores = self._suppressor(logits.device)(None, scores)
         if self.temperature != 1.0:
             scores = scores / self.temperature
         return self._warpers(None, scores)
+
+    def _suppressor(self, device: torch.device) -> SuppressTokensLogitsProcessor:
+        """Made once a device: a CUDA graph cannot hold the copy of the ids."""
+        if self._suppressors.get(device) is None:
+            self._suppressors[device] = SuppressTokensLogitsProcessor(self.config.suppress_tokens, device=device)
+        return self._suppressors[device]
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        uniforms: torch.Tensor,
+        top_logprobs: int = 0,
+        sequences: SequenceOf[Sequence] = (),
+        token_logprobs: Callable = static_ops.token_logprobs,
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """
+        Draw the next token of each row, without a look at any value.
+
+        Args:
+            logits (`torch.Tensor`): `(num_rows, vocab_size)` float32, as the model gives them.
+            uniforms (`torch.Tensor`): `(num_rows,)` float64 in [0, 1), the next number of each random stream.
+            top_logprobs (`int`): how many of the most likely tokens to report.
+            sequences (`list[Sequence]`): those of the rows; not used without `uses_history`.
+            token_logprobs (`Callable`): the op of that name.
+
+        Returns:
+            Tokens `(num_rows,)` int64; their log-probabilities `(num_rows,)` float32 at the sampling temperature over the
+            full vocabulary, before any processor but the temperature, not finite where the logits are not numbers;
+            and ids and log-probabilities `(num_rows, top_logprobs)` of the most likely tokens, or `None`.
+        """
+        scaled = logits if self.temperature == 1.0 else logits / self.temperature
+        processed = self.uses_history or self.config.remove_invalid_values or self.config.suppress_tokens is not None
+        scores = self._process(logits, sequences) if processed or len(self._warpers) else scaled
+        if self.do_sample:
+            probabilities = (scores - scores.amax(-1, keepdim=True)).exp_()
+            tokens = inverse_cdf(probabilities, uniforms)
+        else:
+            tokens = scores.argmax(-1)
+        logprobs, top = token_logprobs(scaled, tokens, temperature=1.0, top=top_logprobs)
+        return tokens, logprobs, top
 
     def __call__(
         self, logits: torch.Tensor, sequences: SequenceOf[Sequence], top_logprobs: int = 0
@@ -193,38 +238,27 @@ class Sampler:
             top_logprobs (`int`): how many of the most likely tokens to report for sequences with `keep_top`.
 
         Returns:
-            The tokens; their log-probabilities at the sampling temperature over the full vocabulary, before any
-            processor but the temperature; and ids and log-probabilities of the most likely tokens, or `None`.
+            What [`draw`] returns, as lists.
 
         Raises:
             FloatingPointError: where logits are not numbers.
         """
-        scaled = logits if self.temperature == 1.0 else logits / self.temperature
-        log_norm = scaled.logsumexp(-1)
-        broken = (~log_norm.isfinite()).nonzero().flatten().tolist()
-        if broken:
-            indices = [sequences[i].index for i in broken]
-            raise FloatingPointError(
-                f"The model's logits are not finite (log-sum-exp {log_norm[broken[0]].item()}) for the prompts at "
-                f"{indices[:8]}; the weights have probably diverged, or their dtype overflows."
-            )
-        processed = self._history or self.config.remove_invalid_values or self.config.suppress_tokens is not None
-        if processed or len(self._warpers):
-            scores = self._process(logits, sequences)
-        else:
-            scores = scaled
-        if self.do_sample:
-            probabilities = (scores - scores.amax(-1, keepdim=True)).exp_()
-            uniforms = [sequence.uniforms[len(sequence.completion_ids)] for sequence in sequences]
-            tokens = inverse_cdf(probabilities, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
-        else:
-            tokens = scores.argmax(-1)
-        logprobs = scaled.gather(-1, tokens[:, None])[:, 0] - log_norm
-        top = None
-        if top_logprobs:
-            values, ids = scaled.topk(min(top_logprobs, scaled.shape[-1]), dim=-1)
-            top = ids.tolist(), (values - log_norm[:, None]).tolist()
-        return tokens.tolist(), logprobs.tolist(), top
+        uniforms = [sequence.uniforms[len(sequence.completion_ids)] for sequence in sequences]
+        numbers = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
+        tokens, logprobs, top = self.draw(logits, numbers, top_logprobs, sequences)
+        found = logprobs.tolist()
+        check_finite(found, sequences)
+        return tokens.tolist(), found, None if top is None else (top[0].tolist(), top[1].tolist())
+
+
+def check_finite(logprobs: SequenceOf[float], sequences: SequenceOf[Sequence]) -> None:
+    """Refuse log-probabilities that are not finite: those of a drawn token are, unless the logits are not numbers."""
+    broken = [sequence.index for value, sequence in zip(logprobs, sequences, strict=True) if not math.isfinite(value)]
+    if broken:
+        raise FloatingPointError(
+            f"The model's logits are not finite for the prompts at {broken[:8]}; the weights have probably diverged, or "
+            "their dtype overflows."
+        )
 
 
 def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -252,4 +286,5 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     offset = (inside.cumsum(-1) <= target - before).sum(-1)
     columns = torch.arange(BLOCK, device=weights.device)
     last_positive = torch.where(inside > 0, columns, -1).amax(-1)
-    return block[:, 0] * BLOCK + torch.minimum(offset, last_positive)
+    column = block[:, 0] * BLOCK + torch.minimum(offset, last_positive)
+    return column.clamp_(min=0, max=num_columns - 1)  # weights that are not numbers still give an index

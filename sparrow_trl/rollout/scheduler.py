@@ -10,9 +10,6 @@ from .sequence import Prompt, Sequence
 from .step import Piece
 
 
-MAX_NEW_TOKENS_PER_STEP = 16  # tokens of one sequence in a decode step: more than one after a preemption
-
-
 class Scheduler:
     """
     Sequences are served in one fixed order, completions of a prompt next to each other. A finished sequence leaves at
@@ -103,17 +100,43 @@ class Scheduler:
         place = 0
         while place < len(self.running):
             sequence = self.running[place]
-            tokens = sequence.uncached(MAX_NEW_TOKENS_PER_STEP)
-            needed = self._pages_wanted(sequence, len(tokens))
-            while needed > self.allocator.num_free and not self._make_room(needed):
-                youngest = self.running[-1]
-                self._preempt(youngest)
-                if youngest is sequence:
-                    return pieces
-            self._extend(sequence, len(tokens))
+            tokens = sequence.uncached()
+            if not self._reserve(sequence, len(tokens)):
+                break
             pieces.append(Piece(sequence.table, sequence.num_cached, tokens))
             place += 1
         return pieces
+
+    def reserve(self, most_steps: int) -> int:
+        """
+        Pages for several decode steps at once: for the next tokens of every running sequence, and of those that are
+        catching up for the tokens to feed again. Where pages are short it is fewer steps, and with a single one
+        sequences may be preempted.
+
+        Returns:
+            `int`: how many steps there are pages for, at most `most_steps`.
+        """
+        steps = most_steps
+        while steps > 1 and not self._make_room(sum(self._pages_wanted(s, s.num_next(steps)) for s in self.running)):
+            steps //= 2
+        place = 0
+        while place < len(self.running):
+            sequence = self.running[place]
+            if not self._reserve(sequence, sequence.num_next(steps)):
+                break
+            place += 1
+        return steps
+
+    def _reserve(self, sequence: Sequence, num_new: int) -> bool:
+        """Pages for the next `num_new` tokens; the youngest are preempted to find them. Whether it still runs."""
+        needed = self._pages_wanted(sequence, num_new)
+        while needed > self.allocator.num_free and not self._make_room(needed):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        self._extend(sequence, num_new)
+        return True
 
     def _must_copy(self, sequence: Sequence) -> bool:
         """Whether the next token goes into a page that others use too."""

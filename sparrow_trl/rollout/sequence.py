@@ -10,6 +10,9 @@ import torch
 from .cache import PageTable
 
 
+MAX_TOKENS_PER_STEP = 16  # tokens of one sequence in a decode step: more than one after a preemption
+
+
 @dataclass(eq=False)
 class Prompt:
     """
@@ -58,10 +61,21 @@ class Sequence:
     def token_ids(self) -> list[int]:
         return self.prompt.token_ids + self.completion_ids
 
-    def uncached(self, limit: int) -> list[int]:
+    def uncached(self, limit: int = MAX_TOKENS_PER_STEP) -> list[int]:
         """The next tokens to feed, at most `limit`: one while decoding, more after a preemption."""
         start = self.num_cached - len(self.prompt.token_ids)
         return self.completion_ids[start : start + limit]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether tokens have to be fed again, after a preemption, before the next one can be sampled."""
+        return self.num_tokens - self.num_cached > 1
+
+    def num_next(self, steps: int) -> int:
+        """Tokens that a burst of `steps` steps feeds: while behind, those to feed again, in one go."""
+        if self.is_behind:
+            return min(MAX_TOKENS_PER_STEP, self.num_tokens - self.num_cached - 1)
+        return min(steps, self.max_new_tokens - len(self.completion_ids))
 
 
 def random_stream(seed: int, index: int, length: int) -> np.ndarray:

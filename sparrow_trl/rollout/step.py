@@ -12,6 +12,7 @@ from sparrow_kernels import torch_ops
 
 from ..sparsity import SparsitySchedule
 from .cache import PagedKVCache, PageTable
+from .reads import budgets_of, leaves_pages_out, selects_pages
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,6 @@ class PagedStep:
     ):
         self.cache, self.schedule, self.pieces, self.decoding = cache, schedule, pieces, decoding
         self.work, self.device = work, device
-        self.kv_bytes_read = self.kv_bytes_dense = 0
         page_size = cache.page_size
         positions, slots, full_pages = [], [], []
         for piece in pieces:
@@ -70,28 +70,12 @@ class PagedStep:
         self.single = all(len(piece.token_ids) == 1 for piece in pieces)
         self._plans: dict = {}
         self.windows: dict[int, int | None] = {}
-        self._count_reads()
-
-    def _count_reads(self) -> None:
-        """Tokens and landmarks that one KV head of a layer reads, sparse and dense; and whether any page is left out."""
-        schedule, page_size = self.schedule, self.cache.page_size
-        seen = self.positions_host + 1
-        self.prunes = False
-        self.dense_tokens = int(seen.sum())
-        if not self.decoding or schedule.is_dense:
-            return
-        last = self.positions_host // page_size
-        candidates = np.maximum(last + 1 - schedule.sink_pages - schedule.recent_pages, 0)
-        self.budgets_host = np.array([schedule.budget_at(position) for position in self.positions_host.tolist()])
-        left_out = np.maximum(candidates - self.budgets_host, 0)
-        self.prunes = bool(left_out.any())
-        self.sparse_tokens = int((seen - left_out * page_size).sum())
-        self.sparse_landmarks = int(candidates.sum())
+        self.prunes = decoding and leaves_pages_out(schedule, self.positions_host)
 
     def attend(self, layer, query, key, value, *, scaling, sliding_window, softcap):
         self.windows[layer] = sliding_window
         key_pages, value_pages, landmarks = self.cache.layer(layer, key, value)
-        selects = not (self.schedule.is_dense or layer in self.schedule.dense_layers or sliding_window is not None)
+        selects = selects_pages(self.schedule, layer, sliding_window)
         torch_ops.store_kv(
             key, value, self.slots, self.full_pages, key_pages, value_pages, landmarks if selects else None
         )
@@ -100,22 +84,7 @@ class PagedStep:
             out = self._sparse(query, key_pages, value_pages, landmarks, scaling, softcap)
         else:
             out = self._exact(query, key_pages, value_pages, scaling, sliding_window, softcap)
-        if self.decoding:
-            self._add_reads(key_pages, value_pages, selects and self.prunes, sliding_window)
         return out.to(value.dtype)
-
-    def _add_reads(self, key_pages, value_pages, sparse: bool, sliding_window: int | None) -> None:
-        element = key_pages.element_size() * key_pages.shape[0]
-        per_token = element * (key_pages.shape[-1] + value_pages.shape[-1])
-        tokens = self.dense_tokens
-        if sliding_window is not None:
-            tokens = int(np.minimum(self.positions_host + 1, sliding_window).sum())
-        self.kv_bytes_dense += tokens * per_token
-        if sparse:
-            self.kv_bytes_read += self.sparse_tokens * per_token
-            self.kv_bytes_read += self.sparse_landmarks * element * key_pages.shape[-1]
-        else:
-            self.kv_bytes_read += tokens * per_token
 
     def _plan(self, *key, make):
         """What `make` returns, made once a step and key."""
@@ -146,7 +115,7 @@ class PagedStep:
             make=lambda: torch_ops.plan_sparse(
                 self.page_table(),
                 self.positions,
-                torch.from_numpy(self.budgets_host).to(self.device),
+                torch.from_numpy(budgets_of(self.schedule, self.positions_host)).to(self.device),
                 page_size=self.cache.page_size,
                 sink_pages=self.schedule.sink_pages,
                 recent_pages=self.schedule.recent_pages,

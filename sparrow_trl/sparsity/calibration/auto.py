@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
@@ -12,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ...processes import warn
 from ..schedule import SCHEDULE_FILE, SparsitySchedule
 from .measure import Store
 from .options import CalibrationOptions
@@ -60,10 +60,9 @@ def calibrate_for_training(
             if source is None
             else f"its sequences of at most {longest:,} tokens are too short for sparse attention to gain anything"
         )
-        warnings.warn(
+        warn(
             f"sparse_schedule='auto': there is no published schedule for the model {name!r}, and {why}, so the rollout "
             "is dense. sparse_schedule='dense' keeps it dense without this warning.",
-            UserWarning,
             stacklevel=4,
         )
         return SparsitySchedule.dense()

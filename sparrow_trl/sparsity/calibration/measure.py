@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
-import torch
 from transformers import PreTrainedModel
 
+from ...memory import free_memory
 from ...rollout.isolation import rollout_mode
 from ...rollout.packing import MOST_ROWS
 from ...rollout.support import probe
@@ -117,11 +116,11 @@ class Measurer:
         self.model, self.layout, self.prompt_lengths, self.plans = model, layout, prompt_lengths, plans
         self.seed, self.temperature, self.stop_token_ids = seed, temperature, stop_token_ids
         self.store, self.actor, self.on_work = store, actor, on_work
-        token_numel, page_numel, dtype = probe(model)
-        self._token_bytes = (token_numel + page_numel / layout.page_size) * dtype.itemsize
+        footprint = probe(model)
+        numel = footprint.token_numel + footprint.page_numel / layout.page_size
+        self._token_bytes = numel * footprint.dtype.itemsize
         device = next(model.parameters()).device
-        free = psutil.virtual_memory().available if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-        self._memory = free * memory_fraction
+        self._memory = free_memory(device) * memory_fraction
         self._samplers: dict[tuple[int, ...], StretchSampler] = {}
         ends = [0] * len(texts)
         for stretch in (stretch for plan in plans for stretch in plan):

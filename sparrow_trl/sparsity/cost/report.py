@@ -218,7 +218,8 @@ def _as_cheap(shape, schedule, sized, context: int, chip: Chip, batch: int, size
 
 def _cheapest(shape: ModelShape, chip: Chip, options: CostOptions, size: int) -> list[dict[str, Any]]:
     """The cheapest schedule of each page size among calibrated ones, cheapest first."""
-    curves, layout = {}, SparsitySchedule.fixed(0)
+    curves: dict[int, list[TailCurve]] = {}
+    layout = SparsitySchedule.fixed(0)
     for name in options.curves:
         calibrated = SparsitySchedule.from_pretrained(name)
         bins = [known for known in calibrated.provenance.get("bins", ()) if known.get("budgets")]
