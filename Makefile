@@ -3,7 +3,9 @@
 #   make test    the tests without the slow ones        make test-all  all of them
 #   make test-oldest   the tests with the oldest supported releases, in .venv-oldest
 #   make lint    ruff and mypy                          make format    let ruff rewrite the files
-#   make bench   sparse against dense rollout, into bench.json
+#   make bench   sparse against dense rollout, into bench.json, in about 12 minutes on two cores; with BENCH_ARGS= whole
+#   make kernels-build   the Hub kernel, into kernels/build    make kernels-report  compile the kernels for absent GPUs
+#   make gpu-check   all that needs a GPU: tests and measurements, into gpu.json
 #   make docs    the site, into site/                   make clean     remove what make made
 
 PYTHON ?= python3
@@ -12,13 +14,15 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 TEST_ARGS ?= -n auto -m "not slow"
-BENCH_ARGS ?=
+# For whole rollouts, `generate` alone takes ten minutes a dtype on two cores; what it does in a part of that tells enough.
+BENCH_ARGS ?= --steps 5 --time-limit 90
+GPU_CHECK_ARGS ?=
 
 BIN := .venv/bin
 # Once torch is there, nothing may replace it.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint .venv/constraints.txt
 
-.PHONY: demo test test-all test-oldest lint format bench docs clean
+.PHONY: demo test test-all test-oldest lint format bench kernels-build kernels-report gpu-check docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -45,13 +49,23 @@ format: .venv/dev.stamp
 bench: .venv/demo.stamp
 	$(BIN)/sparrow bench rollout --json bench.json $(BENCH_ARGS)
 
+kernels-build: .venv/torch.stamp
+	$(BIN)/python kernels/build_variants.py
+
+kernels-report: .venv/dev.stamp
+	$(BIN)/python kernels/benchmarks/report.py --write docs/_generated/kernels.md
+
+# With the Python that is there: a machine with a GPU has its own PyTorch and Triton, and perhaps no network.
+gpu-check:
+	$(PYTHON) kernels/benchmarks/gpu_check.py --json gpu.json $(GPU_CHECK_ARGS)
+
 docs: .venv/dev.stamp
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The site is in site/index.html"
 
 clean:
-	rm -rf .venv .venv-oldest site build dist bench.json .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest site build kernels/build dist bench.json gpu.json .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	git clean -fdXq docs/_generated
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

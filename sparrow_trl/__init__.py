@@ -13,6 +13,7 @@ _EXPORTS = {
     "SparrowGRPOConfig": "config",
     "SparrowGRPOTrainer": "trainer",
     "SparsitySchedule": "sparsity",
+    "calibrate_schedule": "sparsity.calibration",
 }
 
 __all__ = [
@@ -22,12 +23,14 @@ __all__ = [
     "SparrowGRPOTrainer",
     "SparsitySchedule",
     "__version__",
+    "calibrate_schedule",
 ]
 
 if TYPE_CHECKING:
     from .config import SparrowGRPOConfig
     from .rollout import RolloutEngine, RolloutOutput
     from .sparsity import SparsitySchedule
+    from .sparsity.calibration import calibrate_schedule
     from .trainer import SparrowGRPOTrainer
 
 

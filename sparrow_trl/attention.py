@@ -8,16 +8,23 @@ of their `forward`. That argument carries the state: [`~sparrow_trl.rollout.step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import logging
 
 from sparrow_kernels import torch_ops
 
 from .sparsity import SparsitySchedule
 
+
+logger = logging.get_logger(__name__)
 
 ATTENTION_NAME = "sparrow"
 
@@ -95,13 +102,31 @@ def sparrow_attention_forward(
     return out[None], None
 
 
-def no_mask(*args, **kwargs) -> None:
+_mask_windows: ContextVar[set[int | None] | None] = ContextVar("mask_windows", default=None)
+
+
+def no_mask(*args, local_size: int | None = None, **kwargs) -> None:
     """The mask function of `"sparrow"`: what a query sees is up to the attention state."""
-    return None
+    if (windows := _mask_windows.get()) is not None:
+        windows.add(local_size)
+
+
+@contextmanager
+def recorded_mask_windows() -> Iterator[set[int | None]]:
+    """The sliding windows (`None`: the whole past) of the masks that a model asks for meanwhile."""
+    windows: set[int | None] = set()
+    token = _mask_windows.set(windows)
+    try:
+        yield windows
+    finally:
+        _mask_windows.reset(token)
 
 
 AttentionInterface.register(ATTENTION_NAME, sparrow_attention_forward)
 AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
+
+
+TEACHER_FORCED_BACKENDS = ("auto", "torch", "triton")
 
 
 @dataclass
@@ -114,14 +139,33 @@ class TeacherForced:
         schedule (`SparsitySchedule`): the schedule that decoded the completions.
         lengths (`list[int]`): tokens of each sequence, prompt and completion.
         prompt_lengths (`list[int]`): how many of them are the prompt.
+        backend (`str`, *optional*, defaults to `"auto"`): `"triton"`, `"torch"`, or `"auto"`: Triton for CUDA tensors
+            where it is installed and knows the shapes. Under autocast Triton computes in the autocast dtype, as PyTorch
+            does.
     """
 
     schedule: SparsitySchedule
     lengths: list[int]
     prompt_lengths: list[int]
+    backend: str = "auto"
+    _packed: dict[torch.device, tuple[torch.Tensor, ...]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self):
+        if self.backend not in TEACHER_FORCED_BACKENDS:
+            raise ValueError(f"backend={self.backend!r} is not one of {', '.join(TEACHER_FORCED_BACKENDS)}.")
 
     def attend(self, layer, query, key, value, *, scaling, sliding_window, softcap):
         exact = self.schedule.is_dense or layer in self.schedule.dense_layers or sliding_window is not None
+        options = {
+            "page_size": self.schedule.page_size,
+            "sink_pages": self.schedule.sink_pages,
+            "recent_pages": self.schedule.recent_pages,
+            "scaling": scaling,
+            "sliding_window": sliding_window,
+            "softcap": softcap,
+        }
+        if self._uses_triton(query, key, value):
+            return self._attend_triton(query, key, value, exact, options)
         outputs, start = [], 0
         for length, prompt_length in zip(self.lengths, self.prompt_lengths, strict=True):
             rows = slice(start, start + length)
@@ -130,18 +174,49 @@ class TeacherForced:
                 budgets = self.schedule.budgets_at(torch.arange(length, device=query.device))
             outputs.append(
                 torch_ops.teacher_forced_attention(
-                    query[rows],
-                    key[rows],
-                    value[rows],
-                    prompt_length,
-                    budgets,
-                    page_size=self.schedule.page_size,
-                    sink_pages=self.schedule.sink_pages,
-                    recent_pages=self.schedule.recent_pages,
-                    scaling=scaling,
-                    sliding_window=sliding_window,
-                    softcap=softcap,
+                    query[rows], key[rows], value[rows], prompt_length, budgets, **options
                 )
             )
             start += length
         return torch.cat(outputs)
+
+    def _uses_triton(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+        if self.backend != "auto" or query.device.type != "cuda":
+            return self.backend == "triton"
+        reason = "Triton is not installed"
+        if find_spec("triton") is not None:
+            from sparrow_kernels import teacher_forced
+
+            found = teacher_forced.why_unsupported(query, key, value, self.schedule.page_size)
+            if found is None:
+                return True
+            reason = found
+        logger.warning_once(f"Teacher-forced attention runs on PyTorch operations, which is slower: {reason}.")
+        return False
+
+    def _attend_triton(self, query, key, value, exact: bool, options: dict) -> torch.Tensor:
+        from sparrow_kernels import teacher_forced
+
+        device = query.device
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if device not in self._packed:
+            positions = torch.cat([torch.arange(length) for length in self.lengths]).to(device)
+            ends = torch.tensor([0, *self.lengths]).cumsum(0)
+            self._packed[device] = (
+                ends.to(device, torch.int32),
+                torch.tensor(self.prompt_lengths).to(device, torch.int32),
+                self.schedule.budgets_at(positions).to(torch.int32),
+            )
+        cu_seqlens, prompt_lengths, budgets = self._packed[device]
+        return teacher_forced.teacher_forced_attention(
+            query,
+            key,
+            value,
+            cu_seqlens,
+            prompt_lengths,
+            None if exact else budgets,
+            max_seqlen=max(self.lengths),
+            **options,
+        )

@@ -9,6 +9,15 @@ from collections.abc import Sequence
 
 from . import __version__
 from .benchmark.options import RolloutOptions, add_arguments
+from .sparsity.calibration.options import (
+    CalibrationOptions,
+    MeasureOptions,
+    add_calibrate_arguments,
+    add_tail_arguments,
+    options_from_args,
+)
+from .sparsity.cost.options import CostOptions
+from .sparsity.cost.options import add_arguments as add_cost_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    args = _parser().parse_args(argv)
+    args, rest = _parser().parse_known_args(argv)
+    if args.run is _run_train:
+        return _run_train(args, argv[argv.index("train") + 1 :])
+    if rest:
+        _parser().parse_args(argv)  # says what it does not know
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars of transformers, between our lines
     try:
         return args.run(args, argv)
@@ -58,7 +71,80 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(rollout)
     rollout.set_defaults(run=_run_bench_rollout, parser=rollout)
+
+    train = commands.add_parser(
+        "train",
+        add_help=False,  # its options are those of the trainer, which are slow to import
+        help="train a model with GRPO and sparse rollouts, from flags or a YAML file",
+    )
+    train.set_defaults(run=_run_train)
+
+    push = commands.add_parser(
+        "push",
+        help="upload a trained model, its card and its evidence to the Hub",
+        description="Write the model card from what lies in the folder, and upload both. A fault of the network is tried "
+        "again; what has arrived is not sent again.",
+    )
+    push.add_argument("folder", metavar="DIR", help="output folder of a training, or one of its checkpoints")
+    push.add_argument("repo_id", metavar="REPO", help="repository on the Hub, user/name; made if missing")
+    push.add_argument(
+        "--private", action="store_true", default=None, help="make the repository private, if it is made"
+    )
+    push.add_argument("--revision", help="branch to commit to")
+    push.add_argument("--token", help="token with write permission (default: the one you are logged in with)")
+    push.add_argument("--message", default="Upload model", help="commit message (default: %(default)s)")
+    push.add_argument("--keep-card", action="store_true", help="leave README.md as it is")
+    push.set_defaults(run=_run_push)
+    cost = commands.add_parser(
+        "cost",
+        usage="%(prog)s [options]",
+        help="predict the speed-up of a schedule for a model, a chip and a batch",
+        description="Bytes, FLOPs and equivalent FLOPs of dense and sparse decode steps, from the model's configuration "
+        "and the chip's data sheet alone. Nothing is run.",
+    )
+    add_cost_arguments(cost)
+    cost.set_defaults(run=_run_cost, parser=cost)
+
+    calibrate = commands.add_parser(
+        "calibrate",
+        usage="%(prog)s [MODEL] --out DIR [options]",
+        help="find the schedule of a model: the cheapest one that keeps the tail",
+        description="Generates with the sparse model at several budgets, scores with the dense one, takes per length bin "
+        "the cheapest budget that keeps the tail, and checks the schedule on its own trajectories. An interrupted run "
+        "goes on where it was when called again with the same options.",
+    )
+    add_calibrate_arguments(calibrate)
+    calibrate.set_defaults(run=_run_calibrate, parser=calibrate)
+
+    tail = commands.add_parser(
+        "tail",
+        usage="%(prog)s [MODEL] --schedule SCHEDULE [options]",
+        help="measure the tail of a schedule, bin by bin",
+        description="Generates with the schedule, its own past behind it, and scores with the dense model.",
+    )
+    add_tail_arguments(tail)
+    tail.set_defaults(run=_run_tail, parser=tail)
     return parser
+
+
+def _run_train(args: argparse.Namespace, argv: list[str]) -> int:
+    from .train.run import main as run
+
+    return run(argv)
+
+
+def _run_push(args: argparse.Namespace, argv: list[str]) -> int:
+    from .hub.push import main as run
+
+    return run(
+        args.folder,
+        args.repo_id,
+        token=args.token,
+        private=args.private,
+        revision=args.revision,
+        message=args.message,
+        keep_card=args.keep_card,
+    )
 
 
 def _run_doctor(args: argparse.Namespace, argv: list[str]) -> int:
@@ -75,6 +161,36 @@ def _run_bench_rollout(args: argparse.Namespace, argv: list[str]) -> int:
     from .benchmark.rollout import main as run
 
     return run(options, args.json, ["sparrow", *argv])
+
+
+def _run_cost(args: argparse.Namespace, argv: list[str]) -> int:
+    try:
+        options = CostOptions.from_args(args)
+    except ValueError as error:
+        args.parser.error(str(error))
+    from .sparsity.cost.report import main as run
+
+    return run(options, args.json)
+
+
+def _run_calibrate(args: argparse.Namespace, argv: list[str]) -> int:
+    try:
+        options = options_from_args(CalibrationOptions, args)
+    except ValueError as error:
+        args.parser.error(str(error))
+    from .sparsity.calibration.report import calibrate_main
+
+    return calibrate_main(options, args, ["sparrow", *argv])
+
+
+def _run_tail(args: argparse.Namespace, argv: list[str]) -> int:
+    try:
+        options = options_from_args(MeasureOptions, args)
+    except ValueError as error:
+        args.parser.error(str(error))
+    from .sparsity.calibration.report import tail_main
+
+    return tail_main(options, args, ["sparrow", *argv])
 
 
 if __name__ == "__main__":

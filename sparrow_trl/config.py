@@ -1,8 +1,7 @@
 """The configuration of [`SparrowGRPOTrainer`]: TRL's, and what the sparse rollouts need on top."""
 
+import json
 import os
-import re
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +9,10 @@ from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from .monitor import ACTIONS, STATISTICS
+from .processes import warn
 from .rollout.sampler import Sampler
-from .sparsity import SparsitySchedule
+from .sparsity import DEFAULT_TARGET, SparsitySchedule, is_hub_repo
+from .validation import boolean, fraction, integer
 
 
 _IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -35,7 +36,9 @@ class SparrowGRPOConfig(GRPOConfig):
         sparse_schedule (`str`, `dict[str, Any]` or [`SparsitySchedule`], *optional*, defaults to `"auto"`):
             How many pages of the KV cache a query reads during rollouts, by its position. Possible values are:
 
-            - `"auto"`: the published schedule if the model is one that has one, else dense, with a warning.
+            - `"auto"`: the published schedule if the model is one that has one. Else it is calibrated, once, on the first
+              training prompts, and kept in `output_dir/sparrow_calibration`; where sequences are too short to gain from
+              sparsity, it is dense, with a warning.
             - `"dense"`: this package's rollout engine with exact attention.
             - `"fixed:64"`: the same number of scored pages at every position.
             - `"qwen3-1.7b"` or `"qwen3-1.7b@0.86"`: a published schedule, by default the one for `sparse_target`.
@@ -144,13 +147,13 @@ class SparrowGRPOConfig(GRPOConfig):
         default="auto",
         metadata={
             "help": "How many pages of the KV cache a query reads during rollouts, by its position: 'auto' (the "
-            "published schedule of the model, else dense), 'dense', 'fixed:64', a published schedule such as "
+            "published schedule of the model, else calibrated on the first training prompts), 'dense', 'fixed:64', a published schedule such as "
             "'qwen3-1.7b@0.86', the path of a JSON file or folder, a Hub repository 'user/name', or a JSON "
             "dictionary. 'none' turns sparsity off: TRL's own generation runs."
         },
     )
     sparse_target: float = field(
-        default=0.86,
+        default=DEFAULT_TARGET,
         metadata={
             "help": "Tail of the acceptance rate (its 5th percentile in each bin of positions) that the schedule must "
             "keep. It selects among published schedules."
@@ -263,6 +266,8 @@ class SparrowGRPOConfig(GRPOConfig):
         # The command line passes the value as a string
         elif isinstance(self.sparse_schedule, str) and self.sparse_schedule.lower() in ("none", "null"):
             self.sparse_schedule = None
+        elif isinstance(self.sparse_schedule, str) and self.sparse_schedule.startswith("{"):
+            _check_json(self.sparse_schedule)
 
         if self.num_generations is not None and self.num_generations < 2:
             raise ValueError(
@@ -307,44 +312,38 @@ class SparrowGRPOConfig(GRPOConfig):
 
     def _check_rollout_options(self):
         for name in ("sparse_target", "rollout_memory_fraction"):
-            value = getattr(self, name)
-            if not 0 < value <= 1:
-                raise ValueError(f"{name}={value} is not in (0, 1].")
+            setattr(self, name, fraction(name, getattr(self, name)))
         for name in ("rollout_max_num_seqs", "rollout_prefill_chunk_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not a positive integer.")
+            setattr(self, name, integer(name, getattr(self, name), low=1))
+        boolean("rollout_progress_bar", self.rollout_progress_bar, or_none=True)
+        boolean("rollout_check_support", self.rollout_check_support)
 
     def _check_tail_options(self):
+        boolean("tail_monitor", self.tail_monitor)
         for name, known in (("tail_action", ACTIONS), ("tail_statistic", STATISTICS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, known))}.")
+        self.tail_share = fraction("tail_share", self.tail_share)
         for name in ("tail_threshold", "tail_confidence"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
+            if value is not None and fraction(name, value) == 1:
                 raise ValueError(f"{name}={value} is not in (0, 1).")
-        if not 0 < self.tail_share <= 1:
-            raise ValueError(f"tail_share={self.tail_share} is not in (0, 1].")
-        lowest = {"tail_min_tokens": 20, "tail_max_budget": self.tail_min_budget}
-        for name in (
-            "tail_every",
-            "tail_top_k",
-            "tail_min_tokens",
-            "tail_floor_every",
-            "tail_min_budget",
-            "tail_max_budget",
+        for name, low in (
+            ("tail_every", 1),
+            ("tail_top_k", 1),
+            ("tail_min_tokens", 20),
+            ("tail_floor_every", 1),
+            ("tail_min_budget", 1),
         ):
-            value, low = getattr(self, name), lowest.get(name, 1)
-            if name == "tail_max_budget" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"{name}={value!r} is not an integer of at least {low}.")
+            setattr(self, name, integer(name, getattr(self, name), low=low))
+        if self.tail_max_budget is not None:
+            self.tail_max_budget = integer("tail_max_budget", self.tail_max_budget, low=self.tail_min_budget)
         if self.tail_monitor and self.tail_threshold is None and self.sparse_target == 1:
             raise ValueError("sparse_target=1 is no threshold that a tail can meet. Set tail_threshold, in (0, 1).")
 
     def _check_schedule(self, schedule: dict[str, Any] | str):
         # "auto" needs the model, and a repository the network: the trainer resolves those
-        if schedule == "auto" or _is_hub_repo(schedule):
+        if isinstance(schedule, str) and (schedule == "auto" or is_hub_repo(schedule)):
             return
         try:
             SparsitySchedule.resolve(schedule, target=self.sparse_target)
@@ -397,11 +396,10 @@ class SparrowGRPOConfig(GRPOConfig):
     def _check_importance_sampling(self):
         if not self.vllm_importance_sampling_correction:
             if self.sparse_schedule != "dense":
-                warnings.warn(
+                warn(
                     "vllm_importance_sampling_correction=False trains on the tokens of the sparse actor as if the "
                     "policy had sampled them, which is known to end in collapse. Leave it at True, or set "
                     "sparse_schedule='dense'.",
-                    UserWarning,
                     stacklevel=4,
                 )
             return
@@ -416,11 +414,10 @@ class SparrowGRPOConfig(GRPOConfig):
                     f"loss_type='vespo' needs vllm_importance_sampling_mode='token_truncate' or 'token_mask', not "
                     f"{mode!r}."
                 )
-            warnings.warn(
+            warn(
                 f"vllm_importance_sampling_mode={mode!r} takes one ratio for a whole completion. The differences "
                 "between the sparse actor and the policy multiply up along it, so for long completions nearly every "
                 "ratio is out of bounds. Use 'token_truncate'.",
-                UserWarning,
                 stacklevel=4,
             )
 
@@ -429,10 +426,9 @@ def _divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
-def _is_hub_repo(value: dict[str, Any] | str) -> bool:
-    return (
-        isinstance(value, str)
-        and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value) is not None
-        and not value.endswith(".json")
-        and not os.path.exists(value)
-    )
+def _check_json(text: str) -> None:
+    """What is parsed as JSON later on, without the name of the option in the error."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"sparse_schedule={text!r} is not valid JSON: {error}.") from error

@@ -165,7 +165,8 @@ def _layers(name: str, config: PretrainedConfig, console: Console) -> None:
     if targets is None:
         schedule = SparsitySchedule.dense()
         console.print(
-            'No published schedule: sparse_schedule="auto" samples it densely; "fixed:128" for example does not.'
+            'No published schedule: sparse_schedule="auto" calibrates one on the first training prompts; `sparrow calibrate` '
+            "does it beforehand."
         )
     else:
         schedule = SparsitySchedule.from_preset(preset)

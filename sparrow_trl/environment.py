@@ -82,7 +82,8 @@ def hardware() -> dict[str, Any]:
     import psutil
     import torch
 
-    memory = psutil.virtual_memory()
+    from .memory import available_memory
+
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -99,8 +100,8 @@ def hardware() -> dict[str, Any]:
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "memory": memory.total,
-        "memory_available": memory.available,
+        "memory": psutil.virtual_memory().total,
+        "memory_available": available_memory(),
         "gpus": gpus,
         "system": platform.system(),
     }

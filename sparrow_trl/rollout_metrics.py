@@ -68,7 +68,8 @@ class RolloutMetrics:
         local = {**self._of_stats(list(stats)), **self._of_ratios(scored), **self._of_budgets(scored, schedule)}
         names = (*_SUMS, *_MAXIMA)
         device = scored.mask.device
-        vector = torch.stack([torch.as_tensor(local[name], dtype=torch.float32, device=device) for name in names])
+        # In float64, which counts bytes exactly
+        vector = torch.stack([torch.as_tensor(local[name], dtype=torch.float64, device=device) for name in names])
         by_process = gather(vector).view(-1, len(names))
         sums = dict(zip(_SUMS, by_process[:, : len(_SUMS)].sum(dim=0).tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, by_process[:, len(_SUMS) :].amax(dim=0).tolist(), strict=True))

@@ -1,13 +1,10 @@
 """GRPO with sparse rollouts: TRL's trainer with this package's rollout engine in the place of `generate`."""
 
-import os
-import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -20,12 +17,23 @@ from transformers import (
 )
 
 from .config import SparrowGRPOConfig
-from .monitor import TailMonitor
-from .monitor.callback import FOLDER, TailCallback
-from .rollout import RolloutEngine, RolloutStats, check_model_config
+from .monitored_trainer import MonitoredTrainer
+from .processes import warn
+from .rollout import (
+    WITHOUT_SPARSITY,
+    RolloutEngine,
+    RolloutStats,
+    check_model_config,
+    check_peft_config,
+    stop_ids,
+)
 from .rollout_metrics import RolloutMetrics
 from .sparsity import SparsitySchedule
-from .trl_seams import ScoredRollout, SeamedGRPOTrainer
+from .sparsity.calibration.auto import calibrate_for_training
+from .sparsity.calibration.options import CalibrationOptions
+from .sparsity.calibration.provenance import check_made_for
+from .sparsity.presets import preset_name
+from .trl_seams import ScoredRollout
 
 
 if TYPE_CHECKING:
@@ -33,11 +41,10 @@ if TYPE_CHECKING:
     from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 
 
-_WITHOUT_SPARSITY = "Set sparse_schedule=None to train without sparse rollouts, as TRL does."
-_UNSHARDED = f"Use DDP, or DeepSpeed ZeRO-1 or ZeRO-2. {_WITHOUT_SPARSITY}"
+_UNSHARDED = f"Use DDP, or DeepSpeed ZeRO-1 or ZeRO-2. {WITHOUT_SPARSITY}"
 
 
-class SparrowGRPOTrainer(SeamedGRPOTrainer):
+class SparrowGRPOTrainer(MonitoredTrainer):
     """
     Trainer for Group Relative Policy Optimization with sparse rollouts.
 
@@ -106,7 +113,6 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
     """
 
     _rollout_engine: RolloutEngine | None = None
-    _tail_monitor: TailMonitor | None = None
 
     def __init__(
         self,
@@ -142,16 +148,18 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
         if args.sparse_schedule is not None:
             _refuse_sharding(args)
             _refuse_images(processing_class)
-            _refuse_prompt_learning(peft_config)
+            if peft_config is not None:
+                check_peft_config(peft_config)
             _refuse_architecture(model, args)
             # Resolved before the model is loaded, for it may read a file or ask the Hub
-            schedule = SparsitySchedule.resolve(args.sparse_schedule, model_name, args.sparse_target)
+            known = args.sparse_schedule != "auto" or preset_name(model_name) in SparsitySchedule.presets()
+            schedule = None
+            if known:
+                schedule = SparsitySchedule.resolve(args.sparse_schedule, model_name, args.sparse_target)
             if rollout_func is not None:
-                warnings.warn(
+                warn(
                     "`rollout_func` generates the completions, so the rollouts are not sparse, except where it calls "
-                    "`trainer.rollout(prompt_ids)`.",
-                    UserWarning,
-                    stacklevel=2,
+                    "`trainer.rollout(prompt_ids)`."
                 )
 
         super().__init__(
@@ -175,7 +183,8 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
 
         _refuse_images(self.processing_class)
         _refuse_spread_parameters(self.model)
-        self._schedule = schedule
+        self._schedule = self._calibrate(model_name) if schedule is None else schedule
+        check_made_for(self._schedule, self.model.config)
         self._rollout_stats: list[RolloutStats] = []
         self._rollout_metrics = {
             mode: RolloutMetrics(
@@ -186,8 +195,9 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
             for mode in ("train", "eval")
         }
         self._warned_of_clipping = False
+        _warn_of_dropout(self.model)
         self.take_over_generation(
-            _union(
+            stop_ids(
                 self.eos_token_ids,
                 self.processing_class.eos_token_id,
                 self.model.config.get_text_config().eos_token_id,
@@ -198,37 +208,32 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
         if rollout_func is None:
             # Built here, not at the first rollout: what the engine cannot run is refused before any time is spent
             _ = self.rollout_engine
-        if args.tail_monitor and not schedule.is_dense:
-            self._tail_monitor = self._make_tail_monitor()
-            self._tail_callback = TailCallback(
-                self._tail_monitor, self.accelerator.is_main_process, args.report_to or []
-            )
-            self.add_callback(self._tail_callback)
+        self.start_tail_monitor(self._schedule)
 
-    def _make_tail_monitor(self) -> TailMonitor:
+    def _calibrate(self, model_name: str) -> SparsitySchedule:
+        """The schedule that `sparse_schedule="auto"` finds, on the main process alone."""
         args = self.args
-        return TailMonitor(
-            self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
-            self._schedule,
-            threshold=args.sparse_target if args.tail_threshold is None else args.tail_threshold,
-            action=args.tail_action,
-            share=args.tail_share,
-            every=args.tail_every,
-            statistic=args.tail_statistic,
-            top_k=args.tail_top_k,
-            min_tokens=args.tail_min_tokens,
-            confidence=args.tail_confidence,
-            floor_every=args.tail_floor_every,
-            min_budget=args.tail_min_budget,
-            max_budget=args.tail_max_budget,
-            temperature=args.temperature,
-            process_index=self.accelerator.process_index,
-        )
-
-    @property
-    def tail_monitor(self) -> TailMonitor | None:
-        """What measures the acceptance rate; `None` where it is off or the schedule is dense."""
-        return self._tail_monitor
+        found: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            options = CalibrationOptions(
+                target=args.sparse_target,
+                temperature=args.temperature,
+                seed=args.seed,
+                memory_fraction=args.rollout_memory_fraction,
+            )
+            with torch.no_grad(), self.accelerator.autocast():
+                schedule = calibrate_for_training(
+                    self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
+                    self.processing_class,
+                    self.train_dataset,
+                    args.output_dir,
+                    name=model_name,
+                    max_completion_length=args.max_completion_length,
+                    options=options,
+                    progress_bar=not args.disable_tqdm,
+                )
+            found = [schedule.to_dict()]
+        return SparsitySchedule.from_dict(broadcast_object_list(found)[0])
 
     @property
     def rollout_engine(self) -> RolloutEngine:
@@ -252,6 +257,15 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
                 check_support=self.args.rollout_check_support,
             )
         return self._rollout_engine
+
+    @property
+    def rollout_schedule(self) -> SparsitySchedule:
+        """The schedule of the next rollout."""
+        return self._schedule if self._rollout_engine is None else self._rollout_engine.schedule
+
+    @rollout_schedule.setter
+    def rollout_schedule(self, schedule: SparsitySchedule) -> None:
+        self.rollout_engine.schedule = schedule
 
     def _shows_progress(self) -> bool | None:
         if not self.accelerator.is_main_process:
@@ -282,19 +296,17 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
         # From the generator whose state is in every checkpoint, so that a resumed run samples the same tokens. TRL
         # seeds it differently on each process.
         seed = int(torch.randint(2**63 - 1, ()))
-        monitor = self._tail_monitor
-        watched = [] if monitor is None else monitor.choose(len(prompt_ids))
+        monitored = self.choose_monitored(len(prompt_ids))
         # One autocast context around the whole rollout: the cast of each weight is cached until it ends
         with torch.no_grad(), self.accelerator.autocast():
             output = self.rollout_engine.generate(
                 prompt_ids,
                 self.generation_config,
                 seed=seed,
-                top_logprobs=self.args.tail_top_k if watched else 0,
-                top_logprobs_for=watched,
+                top_logprobs=self.args.tail_top_k if monitored else 0,
+                top_logprobs_for=monitored,
             )
-        if monitor is not None:
-            monitor.record(prompt_ids, output, watched)
+        self.record_monitored(prompt_ids, output, monitored)
         if self.accelerator.device.type == "cuda":
             # The engine has dropped its KV cache. Give the memory back too: split up by what the backward allocates,
             # its blocks could not hold the next cache.
@@ -306,16 +318,8 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
         return bool(self._rollout_stats)
 
     def before_batch(self) -> None:
+        super().before_batch()
         self._rollout_stats.clear()  # of a batch that an exception kept from being scored
-        if self._tail_monitor is not None:
-            self._tail_monitor.begin_batch(monitored=self.metrics_mode == "train")
-
-    def around_policy_pass(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_tokens: int
-    ) -> AbstractContextManager:
-        if self._tail_monitor is None:
-            return nullcontext()
-        return self._tail_monitor.around_policy_pass(input_ids, attention_mask, num_tokens)
 
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         clipped = self._rollout_metrics[self.metrics_mode].update(
@@ -324,64 +328,17 @@ class SparrowGRPOTrainer(SeamedGRPOTrainer):
         self._rollout_stats.clear()
         if clipped is not None and clipped > 0.5 and not self._warned_of_clipping:
             self._warned_of_clipping = True
-            if self.accelerator.is_main_process:
-                warnings.warn(
-                    f"The importance ratio of {clipped:.0%} of the tokens is out of its bounds "
-                    f"(vllm_importance_sampling_clip_max={self.args.vllm_importance_sampling_clip_max}), so the "
-                    "correction changes most of the loss: the sparse actor is far from the policy. Use a schedule "
-                    "with larger budgets. This warning is not repeated; see the metric sparrow/clipped_fraction.",
-                    UserWarning,
-                    stacklevel=2,
-                )
-
-        self._update_tail_monitor(scored)
-
-    def _update_tail_monitor(self, scored: ScoredRollout) -> None:
-        if self._tail_monitor is None:
-            return
-        with torch.no_grad(), self.accelerator.autocast():
-            report = self._tail_monitor.update(
-                torch.cat([scored.prompt_ids, scored.completion_ids], dim=1),
-                torch.cat([scored.prompt_mask, scored.completion_mask], dim=1),
-                scored.mask,
-                step=self.state.global_step,
-                **self._pooling(),
+            warn(
+                f"The importance ratio of {clipped:.0%} of the tokens is out of its bounds "
+                f"(vllm_importance_sampling_clip_max={self.args.vllm_importance_sampling_clip_max}), so the correction "
+                "changes most of the loss: the sparse actor is far from the policy. Use a schedule with larger budgets. "
+                "This warning is not repeated; see the metric sparrow/clipped_fraction."
             )
-        if report is None:
-            return
-        self.rollout_engine.schedule = report.schedule
-        self._tail_callback.tell(report)
-        if report.stop:
-            self.control.should_training_stop = True
-
-    def _pooling(self) -> dict[str, Callable]:
-        """How numbers of all processes become one; nothing to do for one process."""
-        if self.accelerator.num_processes == 1:
-            return {}
-        accelerator, device = self.accelerator, self.accelerator.device
-        return {
-            "total": lambda tensor: accelerator.reduce(tensor.to(device), reduction="sum"),
-            "largest": lambda number: int(accelerator.gather(torch.tensor([number], device=device)).max()),
-        }
-
-    def save_state(self, folder: str) -> None:
-        if self._tail_monitor is not None:
-            self._tail_monitor.save(os.path.join(folder, FOLDER))
-
-    def load_state(self, folder: str) -> None:
-        if self._tail_monitor is None:
-            return
-        message = self._tail_monitor.load(os.path.join(folder, FOLDER))
-        if message is not None and self.accelerator.is_main_process:
-            warnings.warn(message, UserWarning, stacklevel=2)
-        self.rollout_engine.schedule = self._tail_monitor.schedule
+        super().after_rollout_scored(scored)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.samples_rollouts:
             for name, value in self._rollout_metrics[self.metrics_mode].pop().items():
-                self.log_sparrow_metric(name, value)
-        if self._tail_monitor is not None and self.metrics_mode == "train":
-            for name, value in self._tail_monitor.pop_metrics().items():
                 self.log_sparrow_metric(name, value)
         super().log(logs, start_time)
 
@@ -408,7 +365,26 @@ def _refuse_spread_parameters(model: torch.nn.Module) -> None:
     if len(devices) > 1:
         raise ValueError(
             f"Sparse rollouts need the model on one device, but it is on {', '.join(devices)}. Set "
-            f'model_init_kwargs={{"device_map": None}}. {_WITHOUT_SPARSITY}'
+            f'model_init_kwargs={{"device_map": None}}. {WITHOUT_SPARSITY}'
+        )
+
+
+def _warn_of_dropout(model: "PreTrainedModel | PeftModel") -> None:
+    found = {
+        name: value
+        for name, value in vars(model.config.get_text_config()).items()
+        if name in ("attention_dropout", "attn_pdrop") and value
+    }
+    modules = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.p}
+    if modules:
+        found["torch.nn.Dropout"] = max(modules)
+    if found:
+        listed = ", ".join(f"{name}={value}" for name, value in found.items())
+        warn(
+            f"The model has dropout ({listed}). Rollouts run without it and training with it, so its noise shows in the "
+            "importance ratios. Set disable_dropout=True, and dropout of attention to 0 in the model's config, with "
+            "model_init_kwargs.",
+            stacklevel=3,
         )
 
 
@@ -416,15 +392,7 @@ def _refuse_images(processing_class: Any) -> None:
     if isinstance(processing_class, ProcessorMixin):
         raise ValueError(
             f"Sparse rollouts support text alone, but the processing class is a {type(processing_class).__name__}, "
-            f"which handles images too. Pass the tokenizer of a text model. {_WITHOUT_SPARSITY}"
-        )
-
-
-def _refuse_prompt_learning(peft_config: "PeftConfig | None") -> None:
-    if peft_config is not None and peft_config.is_prompt_learning:
-        raise ValueError(
-            f"Sparse rollouts do not support prompt learning (peft_type={peft_config.peft_type.value}), which puts "
-            f"virtual tokens before the prompt. Use LoRA. {_WITHOUT_SPARSITY}"
+            f"which handles images too. Pass the tokenizer of a text model. {WITHOUT_SPARSITY}"
         )
 
 
@@ -443,12 +411,3 @@ def _refuse_architecture(model: "str | PreTrainedModel | PeftModel", args: Sparr
         )
     else:
         check_model_config(model)
-
-
-def _union(*ids: int | list[int] | None) -> list[int]:
-    union = []
-    for entry in ids:
-        for token_id in [entry] if isinstance(entry, int) else entry or []:
-            if token_id not in union:
-                union.append(token_id)
-    return union

@@ -1,4 +1,4 @@
-"""The seams between this package and TRL.
+"""The seams between this package and TRL, with the trainer of transformers beneath it.
 
 TRL has no public way to bring another generation engine into [`~trl.GRPOTrainer`]. Every private name of TRL that the
 package relies on is in this file, and `tests/test_trl_seams.py` checks each of them against the installed version. The
@@ -186,6 +186,41 @@ class SeamedGRPOTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
+
+    def push_failed(self, error: BaseException) -> None:
+        """Called on the main process when an upload during training failed. What was uploaded is on disk."""
+        raise error
+
+    def report_failed_pushes(self) -> None:
+        """Call [`push_failed`] for uploads that failed in the background: transformers does not look at how they end."""
+        push = getattr(self, "push_in_progress", None)
+        if push is None:
+            return
+        for job in [job for job in push.jobs if job.done()]:
+            push.jobs.remove(job)
+            if not job.cancelled() and job.exception() is not None:
+                self.push_failed(job.exception())
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self.samples_rollouts:
+            return super()._push_from_checkpoint(checkpoint_folder)
+        self.report_failed_pushes()
+        try:
+            if self.hub_model_id is None and self.is_world_process_zero():
+                self.init_hf_repo()  # there was no network when the training started
+            if self.hub_model_id is not None or not self.is_world_process_zero():
+                super()._push_from_checkpoint(checkpoint_folder)
+        except Exception as error:
+            self.push_failed(error)
+
+    def finish_push(self) -> None:
+        """Wait for the uploads that run in the background, and report those that failed."""
+        self._finish_current_push()
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        if self.samples_rollouts:
+            self.report_failed_pushes()
 
     def _compute_loss(self, model, inputs):
         if self.samples_rollouts and self.rollout_func is not None:

@@ -21,3 +21,6 @@ import torch  # noqa: E402
 
 
 torch.set_num_threads(1)
+# Triton kernels run in its interpreter where there is no GPU. To be said before anything imports Triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

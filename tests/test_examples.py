@@ -1,5 +1,6 @@
 """The two example scripts: an ordinary one of TRL, and the same with sparse rollouts, which is one line away."""
 
+import ast
 import difflib
 import json
 import runpy
@@ -20,6 +21,12 @@ def test_scripts_differ_in_the_import_alone():
     trl, sparrow = ((SCRIPTS / name).read_text().splitlines() for name in ("grpo_trl.py", "grpo_sparrow.py"))
     changes = [line for line in difflib.ndiff(trl, sparrow) if line.startswith(("-", "+"))]
     assert changes == ["- from trl import GRPOConfig, GRPOTrainer", f"+ {IMPORT}"]
+
+
+@pytest.mark.parametrize("name", ["grpo_trl.py", "grpo_sparrow.py"])
+def test_scripts_need_peft_for_lora_alone(name):
+    imports = [node for node in ast.parse((SCRIPTS / name).read_text()).body if isinstance(node, ast.ImportFrom)]
+    assert "peft" not in [node.module for node in imports]
 
 
 @pytest.fixture

@@ -130,6 +130,14 @@ def test_two_processes():
     assert found["pages_peak"] == 9
 
 
+def test_bytes_are_summed_exactly():
+    """A float32 would round the sums of one batch to a multiple of 16 MiB."""
+    metrics = make()
+    read, dense = 2**47 + 1, 2**47 + 2
+    metrics.update([RolloutStats(kv_bytes_read=read, kv_bytes_dense=dense)], scored([[1.0]]), DENSE, alone)
+    assert metrics.pop()["kv_share"] == read / dense < 1
+
+
 def test_rates_over_several_batches():
     metrics = make()
     for seconds, tokens in ((1.0, 10), (3.0, 10)):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from loopback_hub import LoopbackHub
 from sparrow_trl import SparsitySchedule
-from sparrow_trl.sparsity import DENSE_BUDGET, SCHEDULE_FILE
+from sparrow_trl.sparsity import DENSE_BUDGET, SCHEDULE_FILE, is_hub_repo
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,6 +102,10 @@ def test_negative_position_is_refused():
     [
         ({"page_size": 24}, ValueError, "page_size=24 is not a power of two"),
         ({"page_size": 0}, ValueError, "page_size=0 is below 1"),
+        ({"page_size": 2048}, ValueError, "page_size=2048 is above 1024"),
+        ({"sink_pages": 1025}, ValueError, "sink_pages=1025 is above 1024"),
+        ({"recent_pages": 1025}, ValueError, "recent_pages=1025 is above 1024"),
+        ({"bin_tokens": 2**30 + 1}, ValueError, f"bin_tokens={2**30 + 1} is above {2**30}"),
         ({"bin_tokens": 0}, ValueError, "bin_tokens=0 is below 1"),
         ({"bin_tokens": -2000}, ValueError, "bin_tokens=-2000 is below 1"),
         ({"sink_pages": -1}, ValueError, "sink_pages=-1 is below 0"),
@@ -117,6 +121,7 @@ def test_negative_position_is_refused():
         ({"target": 0}, ValueError, "target=0 is not in"),
         ({"target": float("nan")}, ValueError, "target=nan is not in"),
         ({"target": "0.86"}, TypeError, "target='0.86' is not a number"),
+        ({"target": True}, TypeError, "target=True is not a number"),
         ({"provenance": {"when": object()}}, ValueError, "provenance cannot be stored as JSON"),
         ({"provenance": {"tail": float("nan")}}, ValueError, "provenance cannot be stored as JSON"),
         ({"provenance": "here"}, TypeError, "provenance is a str"),
@@ -175,7 +180,7 @@ def test_every_preset_loads_and_rises():
 def test_unknown_preset_and_target_list_what_there_is():
     with pytest.raises(ValueError, match="'llama'; the published ones are qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b"):
         SparsitySchedule.from_preset("llama")
-    with pytest.raises(ValueError, match=r"target=0.83; it has 0.75, 0.80, 0.86, 0.87, 0.92"):
+    with pytest.raises(ValueError, match=r"target=0.83; it has 0.75, 0.80, 0.86, 0.87, 0.92. .*sparse_target"):
         SparsitySchedule.from_preset("qwen3-8b", 0.83)
 
 
@@ -320,7 +325,9 @@ def test_auto_is_dense_with_one_warning_elsewhere(model):
         ("fixed:-3", ValueError, "'-3' is not a number of pages"),
         ("llama-7b", ValueError, "sparse_schedule='llama-7b' names no schedule; give .*'qwen3-1.7b@0.86'"),
         ("qwen3-1.7b@0.85", ValueError, "no schedule for target=0.85; it has 0.75, 0.80"),
-        ("qwen3-1.7b@high", ValueError, "sparse_schedule='qwen3-1.7b@high'"),
+        ("qwen3-1.7b@high", ValueError, "sparse_schedule='qwen3-1.7b@high': 'high' is not a target, a number in"),
+        ("qwen3-1.7b@", ValueError, "sparse_schedule='qwen3-1.7b@': '' is not a target, a number in"),
+        ("qwen3-1.7b@nan", ValueError, "no schedule for target=nan; it has 0.75, 0.80"),
         ("", ValueError, "names no schedule"),
         ("absent.json", FileNotFoundError, "no schedule file or folder 'absent.json'"),
         (64, TypeError, "sparse_schedule=64 is a int"),
@@ -330,6 +337,22 @@ def test_auto_is_dense_with_one_warning_elsewhere(model):
 def test_resolve_refuses(value, error, message, no_network):
     with pytest.raises(error, match=message):
         SparsitySchedule.resolve(value)
+
+
+@pytest.mark.parametrize("value", ["auto", "qwen3-1.7b"])
+def test_a_target_that_a_preset_does_not_have_names_the_option(value):
+    with pytest.raises(ValueError, match=r"target=0.85; it has .*0.86.* Set the option sparse_target"):
+        SparsitySchedule.resolve(value, "Qwen/Qwen3-1.7B", target=0.85)
+
+
+def test_what_can_only_be_a_hub_repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert all(map(is_hub_repo, ("user/name", "user-1/na.me", "_user/name-2")))
+    assert not any(
+        map(is_hub_repo, ("name", "./user/name", "a/b/c", "user/file.json", "/user/name", "-user/name", ""))
+    )
+    (tmp_path / "user" / "name").mkdir(parents=True)
+    assert not is_hub_repo("user/name")
 
 
 # Plot and import

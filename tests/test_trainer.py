@@ -4,6 +4,7 @@ import functools
 import gc
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -723,6 +724,65 @@ def test_auto_is_dense_and_says_so_for_other_models(tmp_path):
     with pytest.warns(UserWarning, match="no published schedule"):
         trainer = make_trainer(tmp_path, sparse_schedule="auto")
     assert trainer.rollout_engine.schedule.is_dense
+
+
+def test_auto_calibrates_other_models_on_the_training_prompts(tmp_path, monkeypatch):
+    """What it is given, and that what it finds is used. The calibration itself has tests of its own."""
+    found, given = SparsitySchedule((3, 5)), {}
+
+    def calibrate(model, tokenizer, dataset, output_dir, **settings):
+        given.update(settings, model=model, rows=list(dataset), output_dir=output_dir)
+        return found
+
+    monkeypatch.setattr("sparrow_trl.trainer.calibrate_for_training", calibrate)
+    trainer = make_trainer(tmp_path, sparse_schedule="auto", sparse_target=0.9, temperature=0.7)
+    assert trainer.rollout_engine.schedule == found
+    assert given["model"] is trainer.model and given["output_dir"] == trainer.args.output_dir
+    assert given["rows"] == list(trainer.train_dataset)
+    assert (given["options"].target, given["options"].temperature) == (0.9, 0.7)
+    assert given["max_completion_length"] == trainer.args.max_completion_length
+
+
+def test_a_schedule_of_another_model_is_refused(tmp_path):
+    made_for = {"name": "other", "architecture": {"layers": 99}}
+    schedule = SparsitySchedule((3, 5), provenance={"model": made_for})
+    with pytest.raises(ValueError, match=r"calibrated for another model \(other\): layers 99 against 4"):
+        make_trainer(tmp_path, sparse_schedule=schedule)
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_warnings_come_from_the_main_process_alone(tmp_path, monkeypatch, recwarn, main):
+    """`auto` without a published schedule, a rollout function and dropout, each once a run."""
+    monkeypatch.setattr("sparrow_trl.processes.is_main_process", lambda: main)
+    arguments = {"model": tiny_model(attention_dropout=0.1), "rollout_func": lambda prompts, trainer: {}}
+    make_trainer(tmp_path, arguments=arguments, sparse_schedule="auto")
+    ours = [w for w in recwarn if re.search("no published schedule|not sparse|has dropout", str(w.message))]
+    assert len(ours) == (3 if main else 0)
+
+
+def test_dropout_is_warned_about_by_name(tmp_path):
+    """The rollout has none: its log-probabilities are those of the model in evaluation mode."""
+    config = LoraConfig(r=4, lora_dropout=0.2, task_type="CAUSAL_LM")
+    with pytest.warns(UserWarning, match=r"dropout \(attention_dropout=0.1, torch.nn.Dropout=0.2\)") as caught:
+        trainer = make_trainer(
+            tmp_path,
+            RecordingTrainer,
+            arguments={"model": tiny_model(attention_dropout=0.1), "peft_config": config},
+            sparse_schedule="dense",
+        )
+    assert any("Set disable_dropout=True" in str(warning.message) for warning in caught)
+    prompt = [10, 11, 12, 13]
+    trainer.model.train()
+    [completion], [found] = trainer.rollout([prompt])
+    expected = plain_logprobs(trainer.model.eval(), prompt, completion)
+    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
+
+
+def test_without_dropout_there_is_no_warning(tmp_path, recwarn):
+    config = LoraConfig(r=4, lora_dropout=0.2, task_type="CAUSAL_LM")
+    make_trainer(tmp_path / "a")
+    make_trainer(tmp_path / "b", arguments={"peft_config": config}, disable_dropout=True)
+    assert not [warning for warning in recwarn if "dropout" in str(warning.message)]
 
 
 def test_schedule_object(tmp_path):

@@ -54,6 +54,9 @@ OVERRIDDEN = {
     "_generate": ["self", "prompts"],
     "_generate_and_score_completions": ["self", "inputs"],
     "_compute_loss": ["self", "model", "inputs"],
+    # Of the trainer of transformers:
+    "_push_from_checkpoint": ["self", "checkpoint_folder"],
+    "_finish_current_push": ["self"],
     "_save_optimizer_and_scheduler": ["self", "output_dir"],
     "_load_optimizer_and_scheduler": ["self", "checkpoint"],
 }
@@ -210,6 +213,13 @@ def test_metrics_are_lists_by_mode():
     ), f"{ADVICE}metrics are kept in another way."
     log = ast.unparse(source_tree(GRPOTrainer.log))
     assert "mode = 'train' if self.model.training else 'eval'" in log, f"{ADVICE}log() finds its mode in another way."
+
+
+def test_uploads_in_the_background_are_kept_as_jobs():
+    push = ast.unparse(source_tree(transformers.Trainer._push_from_checkpoint))
+    assert "self.push_in_progress = PushInProgress(push_jobs)" in push, f"{ADVICE}{push}"
+    assert "run_as_future=True" in push
+    assert transformers.utils.PushInProgress(["job"]).jobs == ["job"]
 
 
 def test_profiling_context():

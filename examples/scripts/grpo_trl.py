@@ -12,13 +12,12 @@ On several:
         --max_completion_length 16384 --num_generations 8 --epsilon_high 0.28
 
 `grpo_sparrow.py` next to this file is the same script with sparse rollouts: one line, an import, is different. The reward
-needs the package math-verify.
+needs the package math-verify, and `--lora_r` the package peft.
 """
 
 from dataclasses import dataclass, field
 
 from datasets import load_dataset
-from peft import LoraConfig
 from transformers import HfArgumentParser
 from trl.rewards import accuracy_reward
 from trl import GRPOConfig, GRPOTrainer
@@ -42,12 +41,18 @@ class ScriptArguments:
 def main():
     script_args, training_args = HfArgumentParser((ScriptArguments, GRPOConfig)).parse_args_into_dataclasses()
 
+    peft_config = None
+    if script_args.lora_r:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=script_args.lora_r, task_type="CAUSAL_LM")
+
     trainer = GRPOTrainer(
         model=script_args.model_name_or_path,
         reward_funcs=accuracy_reward,
         args=training_args,
         train_dataset=load_dataset(script_args.dataset_name, split=script_args.dataset_split),
-        peft_config=LoraConfig(r=script_args.lora_r, task_type="CAUSAL_LM") if script_args.lora_r else None,
+        peft_config=peft_config,
     )
     trainer.train()
 

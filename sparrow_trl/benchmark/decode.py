@@ -178,7 +178,7 @@ def measure_steps(
     Args:
         exact_model (`PreTrainedModel`, *optional*): the model in float32, where it is not in float32 itself.
         schedules (`dict[str, SparsitySchedule]`): of our contenders, by name; one of them is called `"dense"`.
-        report (`Callable[[str], None]`): told what is going on.
+        report (`Callable[[str], None]`): told what is going on, and the results once all checks have passed.
 
     Returns:
         `steps` (one entry a context and contender), `growth` (of a step, from the shortest context to longer ones) and
@@ -242,6 +242,11 @@ def measure_steps(
                 "floor_seconds": floor,
                 "over_floor": None if floor is None else times["median"] / floor,
             }
+        )
+    for row in rows:  # all of them are checked
+        report(
+            f"a step at {row['context']:,} tokens, {row['contender']}: {1e3 * row['median']:,.0f} ms, "
+            f"{row['speedup']:.2f}x generate"
         )
     return {"steps": rows, "growth": _growth(rows), "bandwidth": bandwidth.summary()}
 

@@ -27,9 +27,10 @@ class RolloutOptions:
         ragged (`bool`): whether to measure whole rollouts of unequal length.
         completions, group, prompt_length (`int`): completions, how many of them share a prompt, and its length.
         median_length, longest_length (`int`): of the completions.
-        repeats (`int`): timed rollouts of each contender.
+        repeats (`int`): timed rollouts of each contender; `generate` has one.
         continuous_batching (`bool`): whether transformers' continuous batching takes part in whole rollouts.
-        time_limit (`float`): it is stopped after this many times the time of `generate`.
+        time_limit (`float`, *optional*): seconds after which a whole rollout of transformers is stopped; by default
+            `generate` is not, and continuous batching after the time of `generate`.
         text (`Path`, *optional*): the text that prompts are cut from; by default the topics of Python's `help()`.
         seed (`int`): seed of lengths and sampling.
     """
@@ -50,7 +51,7 @@ class RolloutOptions:
     longest_length: int = 600
     repeats: int = 1
     continuous_batching: bool = True
-    time_limit: float = 1.0
+    time_limit: float | None = None
     text: Path | None = None
     seed: int = 0
 
@@ -73,7 +74,7 @@ class RolloutOptions:
                 raise ValueError(f"--context {context} must be at least 1.")
         if self.completions % self.group:
             raise ValueError(f"--completions {self.completions} is not a multiple of --group {self.group}.")
-        if self.time_limit <= 0:
+        if self.time_limit is not None and self.time_limit <= 0:
             raise ValueError(f"--time-limit {self.time_limit} must be above 0.")
         if not self.contexts and not self.ragged:
             raise ValueError("An empty --context together with --no-ragged leaves nothing to measure.")
@@ -153,6 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         type=float,
         default=default.time_limit,
-        metavar="TIMES",
-        help="stop it after so many times the time of generate (default: %(default)s)",
+        metavar="SECONDS",
+        help="stop a rollout of transformers after so long, and count its tokens until then (default: continuous batching "
+        "after the time of generate)",
     )

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from statistics import NormalDist, median
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -45,18 +45,27 @@ def draw_lengths(count: int, median_length: int, longest: int, seed: int) -> lis
 
 
 class RowLimits(StoppingCriteria):
-    """Ends each row of a batch after its own number of new tokens, and says now and then how far the batch is."""
+    """Ends each row of a batch after its own number of new tokens, and all once the time is over; says now and then how
+    far the batch is."""
 
     def __init__(
-        self, prompt_length: int, lengths: list[int], device: torch.device, report: Callable[[str], None] | None
+        self,
+        prompt_length: int,
+        lengths: list[int],
+        device: torch.device,
+        report: Callable[[str], None] | None,
+        limit: float | None,
     ):
         self.prompt_length, self.longest, self.report = prompt_length, max(lengths), report
+        self.deadline = None if limit is None else time.perf_counter() + limit
         self.stop = torch.tensor(lengths, device=device) + prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         new = input_ids.shape[1] - self.prompt_length
         if self.report is not None and new % REPORT_EVERY == 0:
             self.report(f"generate, {new} of {self.longest} steps")
+        if self.deadline is not None and time.perf_counter() > self.deadline:
+            return torch.ones_like(self.stop, dtype=torch.bool)
         return self.stop <= input_ids.shape[1]
 
 
@@ -78,6 +87,7 @@ def generate(
     prompts: list[list[int]],
     lengths: list[int],
     report: Callable[[str], None] | None = None,
+    limit: float | None = None,
 ) -> list[int]:
     """
     transformers' `generate` on the whole batch.
@@ -86,6 +96,7 @@ def generate(
         prompts (`list[list[int]]`): of equal length.
         lengths (`list[int]`): when each row ends.
         report (`Callable[[str], None]`, *optional*): told how far it is.
+        limit (`float`, *optional*): seconds after which it is stopped.
 
     Returns:
         `list[int]`: the tokens of each row. A row that did not turn into padding when it should have counts as long as
@@ -96,10 +107,13 @@ def generate(
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=sampling_config(max(lengths), NO_STOP_TOKEN),
-        stopping_criteria=StoppingCriteriaList([RowLimits(ids.shape[1], lengths, model.device, report)]),
+        stopping_criteria=StoppingCriteriaList([RowLimits(ids.shape[1], lengths, model.device, report, limit)]),
     )
     new = output[:, ids.shape[1] :].tolist()
-    return [length if set(row[length:]) <= {PAD_TOKEN} else len(row) for row, length in zip(new, lengths, strict=True)]
+    return [
+        min(length, len(row)) if set(row[length:]) <= {PAD_TOKEN} else len(row)
+        for row, length in zip(new, lengths, strict=True)
+    ]
 
 
 class OutOfTimeError(Exception):
@@ -173,7 +187,7 @@ def measure_rollouts(
     schedules: dict[str, SparsitySchedule],
     repeats: int,
     with_continuous_batching: bool,
-    time_limit: float,
+    time_limit: float | None,
     seed: int,
     gate: Gate,
     report: Callable[[str], None],
@@ -184,7 +198,9 @@ def measure_rollouts(
     Args:
         prompts (`list[list[int]]`): one a completion, of equal length.
         lengths (`list[int]`): new tokens of each completion.
-        time_limit (`float`): continuous batching is stopped after so many times the time of `generate`.
+        time_limit (`float`, *optional*): seconds after which those of transformers are stopped; without, continuous
+            batching is after the time of `generate`.
+        report (`Callable[[str], None]`): told what is going on, and every result once its checks have passed.
 
     Returns:
         One entry a contender.
@@ -203,40 +219,37 @@ def measure_rollouts(
     for engine in engines.values():
         rollout(engine, prompts, short, seed)
 
-    other = _ContinuousBatching(model, prompts, lengths, time_limit, gate) if with_continuous_batching else None
-    seconds: dict[str, list[float]] = {"generate": [], **{name: [] for name in engines}}
+    other = _ContinuousBatching(model, prompts, lengths, gate) if with_continuous_batching else None
+    base: dict[str, Any] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
     outputs: dict[str, RolloutOutput] = {}
     for repetition in range(repeats):
         label = f"rollouts, {repetition + 1} of {repeats}:"
-        report(f"{label} generate")
-        elapsed, found = timed(device, generate, model, prompts, lengths, report)
-        seconds["generate"].append(elapsed)
-        gate.equal("lengths of generate", found, lengths)
+        if repetition == 0:  # once: it takes longer than all others together
+            report(f"{label} generate")
+            base = _generate_row(model, prompts, lengths, time_limit, gate, report)
+            report(f"{label} generate: {base['median']:.1f} s for {base['tokens']:,} tokens")
         if other is not None:
             report(f"{label} continuous batching")
-            other.measure(elapsed)
+            other.measure(base["median"] if time_limit is None else time_limit)
+            report(f"{label} continuous batching: {other.outcome()}")
         for name, engine in engines.items():
             report(f"{label} {name}")
             elapsed, outputs[name] = timed(device, rollout, engine, prompts, lengths, seed)
-            seconds[name].append(elapsed)
             gate.equal(f"lengths of {name}", [len(ids) for ids in outputs[name].completion_ids], lengths)
-    for name, output in outputs.items():
-        report(f"rollouts: checking {name}")
-        _check_logprobs(model, exact_model, name, schedules[name], prompts, output, gate)
+            _check_logprobs(model, exact_model, name, schedules[name], prompts, outputs[name], gate)
+            seconds[name].append(elapsed)
+            row = _row(name, seconds[name], sum(lengths), base["tokens_per_second"])
+            report(f"{label} {name}: {elapsed:.1f} s for {row['tokens']:,} tokens, {row['speedup']:.2f}x generate")
 
-    base = median(seconds["generate"])
-    rows = []
-    for name, measured in seconds.items():
-        row = _row(name, measured, sum(lengths), base)
-        if name in outputs:
-            row["stats"] = outputs[name].stats.to_dict()
-        rows.append(row)
-    if other is not None:
-        rows.insert(1, other.row(base))
+    rows = [base] if other is None else [base, other.row(base["tokens_per_second"])]
+    for name, output in outputs.items():
+        row = _row(name, seconds[name], sum(lengths), base["tokens_per_second"])
+        rows.append({**row, "stats": output.stats.to_dict()})
     return rows
 
 
-def _row(name: str, seconds: list[float], tokens: int, base: float) -> dict[str, Any]:
+def _row(name: str, seconds: list[float], tokens: int, base_speed: float | None = None) -> dict[str, Any]:
     times = spread(seconds)
     speed = tokens / times["median"]
     return {
@@ -244,26 +257,45 @@ def _row(name: str, seconds: list[float], tokens: int, base: float) -> dict[str,
         **times,
         "tokens": tokens,
         "tokens_per_second": speed,
-        "speedup": base / times["median"],
+        "speedup": 1.0 if base_speed is None else speed / base_speed,
     }
+
+
+def _generate_row(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    lengths: list[int],
+    limit: float | None,
+    gate: Gate,
+    report: Callable[[str], None],
+) -> dict[str, Any]:
+    elapsed, found = timed(model.device, generate, model, prompts, lengths, report, limit)
+    steps = max(lengths)
+    stopped = limit is not None and elapsed >= limit and max(found) < steps
+    if stopped:
+        steps = max(found)
+    gate.equal("lengths of generate", found, [min(length, steps) for length in lengths])
+    row = _row("generate", [elapsed], sum(found))
+    if stopped:
+        row["note"] = (
+            f"stopped after {limit:.0f} s, at step {steps} of {max(lengths)}; its tokens per second are those until then, "
+            "when more of its rows were still at work than later"
+        )
+    return row
 
 
 class _ContinuousBatching:
     """Measures it until it fails or runs out of time, which then is its result."""
 
-    def __init__(
-        self, model: PreTrainedModel, prompts: list[list[int]], lengths: list[int], time_limit: float, gate: Gate
-    ):
+    def __init__(self, model: PreTrainedModel, prompts: list[list[int]], lengths: list[int], gate: Gate):
         self.model, self.prompts, self.lengths, self.gate = model, prompts, lengths, gate
-        self.time_limit = time_limit
         self.seconds: list[float] = []
         self.failure: Exception | None = None
 
-    def measure(self, base: float) -> None:
-        """One rollout, cut off after `time_limit` times `base` seconds."""
+    def measure(self, limit: float) -> None:
+        """One rollout, cut off after `limit` seconds."""
         if self.failure is not None:
             return
-        limit = self.time_limit * base
         try:
             if not self.seconds:
                 continuous_batching(self.model, self.prompts[:2], [WARMUP_TOKENS] * 2, limit)
@@ -275,20 +307,29 @@ class _ContinuousBatching:
         except Exception as error:  # it is not ours: whatever it raises is why it is not available here
             self.failure = error
 
-    def row(self, base: float) -> dict[str, Any]:
-        name, tokens = "continuous batching", sum(self.lengths)
+    def outcome(self) -> str:
+        """The last measurement in words."""
         if self.failure is None:
-            return _row(name, self.seconds, tokens, base)
+            return f"{self.seconds[-1]:.1f} s for {sum(self.lengths):,} tokens"
+        if isinstance(self.failure, OutOfTimeError):
+            return str(self.failure)
+        return f"not available here: {type(self.failure).__name__}: {self.failure}"
+
+    def row(self, base_speed: float) -> dict[str, Any]:
+        """What is known about it, against a contender of `base_speed` tokens per second."""
+        name = "continuous batching"
+        if self.failure is None:
+            return _row(name, self.seconds, sum(self.lengths), base_speed)
         if isinstance(self.failure, OutOfTimeError):
             speed = self.failure.tokens / self.failure.seconds
             return {
                 "contender": name,
                 "tokens": self.failure.tokens,
                 "tokens_per_second": speed,
-                "speedup": speed * base / tokens,
-                "note": str(self.failure),
+                "speedup": speed / base_speed,
+                "note": self.outcome(),
             }
-        return {"contender": name, "note": f"not available here: {type(self.failure).__name__}: {self.failure}"}
+        return {"contender": name, "note": self.outcome()}
 
 
 def _check_logprobs(

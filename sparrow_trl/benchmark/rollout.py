@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +23,7 @@ from transformers.utils import logging
 
 from ..embedded import MODEL_NAME, load_smollm2
 from ..environment import hardware, versions
+from ..memory import free_memory
 from ..rollout import RolloutEngine, UnsupportedModelError
 from ..sparsity import SparsitySchedule
 from .checks import CheckFailedError, Gate
@@ -46,15 +46,15 @@ def main(options: RolloutOptions, json_path: str | None, command: list[str]) -> 
         command (`list[str]`): the command line, to be shown with the results.
 
     Returns:
-        `int`: 0; 1 where a check failed or the model is refused, 2 where the options do not fit. Then no speed is
-        printed or written.
+        `int`: 0; 1 where a check failed or the model is refused, 2 where the options do not fit. Then no result is
+        printed or written; what the error stream showed until then had passed its checks.
     """
     errors = Console(stderr=True)
     try:
         with _quiet_transformers():
             results = run(options, report=lambda text: errors.print(text, style="dim", highlight=False))
     except CheckFailedError as error:
-        errors.print(f"Check failed, so no speed is shown. {error}", style="bold red", highlight=False)
+        errors.print(f"Check failed, so no results are shown. {error}", style="bold red", highlight=False)
         return 1
     except UnsupportedModelError as error:
         errors.print(str(error), style="bold red", highlight=False)
@@ -204,9 +204,7 @@ def _check_size(model: PreTrainedModel, options: RolloutOptions, device: torch.d
     steps = int(2.2 * per_token * options.batch * sum(options.contexts))
     rollouts = int(1.2 * per_token * options.completions * (options.prompt_length + options.longest_length))
     needed = max(steps, rollouts if options.ragged else 0)
-    available = psutil.virtual_memory().available
-    if device.type == "cuda":
-        available = torch.cuda.mem_get_info(device)[0]
+    available = free_memory(device)
     if needed > 0.9 * available:
         raise ValueError(
             f"Keys and values of all contenders take about {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB of "

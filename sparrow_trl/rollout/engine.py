@@ -6,14 +6,17 @@ import time
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
-import psutil
 import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..attention import TeacherForced
+from ..memory import free_memory
+from ..processes import is_main_process
 from ..sparsity import SparsitySchedule
+from ..validation import boolean, fraction, integer
+from .arguments import check_prompts, checked_config, checked_tokens, stop_ids
 from .cache import PageAllocator, PagedKVCache
 from .isolation import rollout_mode
 from .output import RolloutOutput, RolloutStats
@@ -22,7 +25,7 @@ from .sampler import Sampler
 from .scheduler import Scheduler
 from .sequence import Prompt, Sequence, random_stream
 from .step import Piece
-from .support import check_model_config, probe
+from .support import check_layers, check_model_config, probe
 
 
 logger = logging.get_logger(__name__)
@@ -83,28 +86,34 @@ class RolloutEngine:
         progress_bar: bool | None = None,
         check_support: bool = True,
     ):
+        self.memory_fraction = fraction("memory_fraction", memory_fraction)
+        self.max_num_seqs = integer("max_num_seqs", max_num_seqs, low=1)
+        self.prefill_chunk_size = integer("prefill_chunk_size", prefill_chunk_size, low=1)
+        self.max_pages = None if max_pages is None else integer("max_pages", max_pages, low=1)
+        boolean("progress_bar", progress_bar, or_none=True)
+        boolean("check_support", check_support)
+        check_model_config(model)
+        self.model, self.progress_bar = model, progress_bar
+        self.schedule = schedule
+        sources = (model.config.get_text_config(), getattr(model, "generation_config", None))
+        self.stop_token_ids = stop_ids(stop_token_ids, *(getattr(source, "eos_token_id", None) for source in sources))
+        self._token_numel, self._page_numel, self._dtype = probe(model, compare=check_support)
+        self._warned_length = False
+
+    @property
+    def schedule(self) -> SparsitySchedule:
+        """How many pages a query keeps. It may be replaced between rollouts."""
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: SparsitySchedule) -> None:
         if not isinstance(schedule, SparsitySchedule):
             raise TypeError(
                 f"schedule={schedule!r} is a {type(schedule).__name__}, not a SparsitySchedule; see "
                 "`SparsitySchedule.resolve`, which makes one from a name, a path or a dict."
             )
-        if not 0.0 < memory_fraction <= 1.0:
-            raise ValueError(f"memory_fraction={memory_fraction} must be above 0 and at most 1.")
-        for name, value in (
-            ("max_num_seqs", max_num_seqs),
-            ("prefill_chunk_size", prefill_chunk_size),
-            ("max_pages", max_pages),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
-        self.model, self.schedule = model, schedule
-        self.stop_token_ids = _stop_ids(model, stop_token_ids)
-        self.memory_fraction, self.max_num_seqs = memory_fraction, max_num_seqs
-        self.prefill_chunk_size, self.max_pages = prefill_chunk_size, max_pages
-        self.progress_bar = progress_bar
-        check_model_config(model)
-        self._token_numel, self._page_numel, self._dtype = probe(model, compare=check_support)
-        self._warned_length = False
+        check_layers(schedule, self.model.config.get_text_config().num_hidden_layers)
+        self._schedule = schedule
 
     def generate(
         self,
@@ -143,16 +152,16 @@ class RolloutEngine:
                 not know; before anything is computed.
         """
         started = time.perf_counter()
-        config = generation_config or GenerationConfig(do_sample=True)
-        if seed < 0:
-            raise ValueError(f"seed={seed} must not be negative.")
+        config = checked_config(generation_config)
+        seed = integer("seed", seed, low=0)
+        top_logprobs = integer("top_logprobs", top_logprobs, low=0)
+        check_prompts(prompts)
         if max_new_tokens is None:
             if config.max_new_tokens is None and config.max_length is not None:
                 max_new_tokens = [config.max_length - len(prompt) for prompt in prompts]
             else:
                 max_new_tokens = [512 if config.max_new_tokens is None else config.max_new_tokens] * len(prompts)
-        stop_ids = sorted({*self.stop_token_ids, *_as_list(config.eos_token_id)})
-        sampler = Sampler(config, stop_ids)
+        sampler = Sampler(config, stop_ids(self.stop_token_ids, config.eos_token_id))
         keep_top: set[int] = set()
         if top_logprobs:
             keep_top.update(range(len(prompts)) if top_logprobs_for is None else top_logprobs_for)
@@ -224,7 +233,11 @@ class RolloutEngine:
         Returns:
             `list[torch.Tensor]`: float32, one number per completion token.
         """
+        if isinstance(temperature, (bool, str)) or not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature={temperature!r} must be a number above 0.")
+        vocab_size = self.model.get_input_embeddings().num_embeddings
         for index, (token_ids, prompt_length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+            checked_tokens(token_ids, vocab_size, f"The sequence at index {index}")
             if not 0 < prompt_length < len(token_ids):
                 raise ValueError(
                     f"The sequence at index {index} has {len(token_ids)} tokens and prompt_length={prompt_length}; both "
@@ -253,20 +266,14 @@ class RolloutEngine:
         """Check the prompts, and group equal ones together."""
         if len(limits) != len(prompts):
             raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(prompts)} prompts.")
+        limits = [integer(f"max_new_tokens[{index}]", limit) for index, limit in enumerate(limits)]
         if limits and min(limits) < 1:
             raise ValueError(f"max_new_tokens={min(limits)} must be at least 1 (see `max_completion_length`).")
         vocab_size = self.model.get_input_embeddings().num_embeddings
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         groups: dict[tuple[int, ...], list[Sequence]] = {}
         for index, (token_ids, max_new_tokens) in enumerate(zip(prompts, limits, strict=True)):
-            if len(token_ids) == 0:
-                raise ValueError(f"The prompt at index {index} is empty; a prompt needs at least one token.")
-            low, high = min(token_ids), max(token_ids)
-            if low < 0 or high >= vocab_size:
-                raise ValueError(
-                    f"The prompt at index {index} holds token id {low if low < 0 else high}, outside the model's "
-                    f"vocabulary of {vocab_size}; tokenizer and model do not belong together."
-                )
+            token_ids = checked_tokens(token_ids, vocab_size, f"The prompt at index {index}")
             length, allowed = len(token_ids), max_new_tokens
             if limit is not None and length + 1 > limit:
                 raise ValueError(
@@ -275,14 +282,14 @@ class RolloutEngine:
                 )
             if limit is not None and length + max_new_tokens > limit:
                 allowed = limit - length
-                if not self._warned_length:
+                if not self._warned_length and is_main_process():
                     self._warned_length = True
                     logger.warning(
                         f"A prompt of {length} tokens and max_new_tokens={max_new_tokens} (`max_completion_length`) "
                         f"exceed the model's {limit} positions; completions end at {allowed} tokens there."
                     )
             group = groups.setdefault(tuple(token_ids), [])
-            prompt = group[0].prompt if group else Prompt(list(token_ids))
+            prompt = group[0].prompt if group else Prompt(token_ids)
             group.append(
                 Sequence(index, prompt, allowed, random_stream(seed, index, allowed), keep_top=index in keep_top)
             )
@@ -306,11 +313,8 @@ class RolloutEngine:
         device = next(self.model.parameters()).device
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what the last backward left to PyTorch's allocator counts as free
-            free = torch.cuda.mem_get_info(device)[0]
-        else:
-            free = psutil.virtual_memory().available
         page_bytes = (self._token_numel * page_size + self._page_numel) * dtype.itemsize
-        affordable = int(free * self.memory_fraction / page_bytes)
+        affordable = int(free_memory(device) * self.memory_fraction / page_bytes)
         return min(wanted, affordable, wanted if self.max_pages is None else self.max_pages)
 
     def _check_fits(self, sequences: list[Sequence], num_pages: int) -> None:
@@ -384,19 +388,3 @@ class RolloutEngine:
                 bar.update()
         stats.completion_tokens += len(sequences)
         stats.seconds_sampling += time.perf_counter() - clock
-
-
-def _as_list(ids: int | Iterable[int] | None) -> list[int]:
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else [int(token) for token in ids]
-
-
-def _stop_ids(model: PreTrainedModel, extra: Iterable[int]) -> list[int]:
-    """The union of all stop ids: the caller's (tokenizer), the model config's and its generation config's."""
-    ids = {int(token) for token in extra if token is not None}
-    ids.update(_as_list(getattr(model.config.get_text_config(), "eos_token_id", None)))
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        ids.update(_as_list(generation_config.eos_token_id))
-    return sorted(ids)

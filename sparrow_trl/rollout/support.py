@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ..attention import recorded_mask_windows
 from ..sparsity import SparsitySchedule
 from .cache import PageAllocator, PagedKVCache, PageTable
 from .isolation import rollout_mode
 from .runner import ModelRunner
 from .step import Piece
+
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 logger = logging.get_logger(__name__)
@@ -22,7 +29,7 @@ LONGEST_PROBED_WINDOW = 512
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-HINT = "Set `sparse_schedule=None` to train it with plain TRL rollouts."
+WITHOUT_SPARSITY = "Set `sparse_schedule=None` to train without sparse rollouts, as TRL does."
 
 
 class UnsupportedModelError(ValueError):
@@ -42,7 +49,9 @@ def check_model_config(model_or_config: PreTrainedModel | PretrainedConfig) -> N
     text_config = config.get_text_config()
 
     def refuse(reason: str):
-        raise UnsupportedModelError(f"Sparse rollouts do not support '{config.model_type}' models: {reason}. {HINT}")
+        raise UnsupportedModelError(
+            f"Sparse rollouts do not support '{config.model_type}' models: {reason}. {WITHOUT_SPARSITY}"
+        )
 
     if config.is_encoder_decoder:
         refuse("it is an encoder-decoder model")
@@ -55,8 +64,7 @@ def check_model_config(model_or_config: PreTrainedModel | PretrainedConfig) -> N
         refuse(f"its layers include {', '.join(unknown)}, and only full and sliding attention have paged forms")
     peft_configs = getattr(model_or_config, "peft_config", None)
     for name, peft_config in (peft_configs or {}).items():
-        if getattr(peft_config, "is_prompt_learning", False):
-            refuse(f"its PEFT adapter '{name}' ({peft_config.peft_type}) puts virtual tokens before the prompt")
+        check_peft_config(peft_config, name)
     rope = getattr(text_config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(
         text_config, "original_max_position_embeddings", None
@@ -77,10 +85,44 @@ def check_model_config(model_or_config: PreTrainedModel | PretrainedConfig) -> N
             )
 
 
-def _check_windows(config: PretrainedConfig, found: dict[int, int | None]) -> None:
+def check_peft_config(peft_config: PeftConfig, name: str = "default") -> None:
+    """
+    Refuse PEFT methods that put virtual tokens before the prompt.
+
+    Raises:
+        UnsupportedModelError: names the adapter and the method.
+    """
+    if peft_config.is_prompt_learning:
+        raise UnsupportedModelError(
+            f"Sparse rollouts do not support prompt learning: the PEFT adapter '{name}' "
+            f"(peft_type={peft_config.peft_type}) puts virtual tokens before the prompt. Use LoRA. {WITHOUT_SPARSITY}"
+        )
+
+
+def check_layers(schedule: SparsitySchedule, num_layers: int) -> None:
+    """
+    Refuse schedules that name dense layers which the model does not have. The default, layers 0 and 1, is for all.
+
+    Raises:
+        ValueError: names them, and the number of layers.
+    """
+    missing = [layer for layer in schedule.dense_layers if layer >= max(num_layers, 2)]
+    if missing and not schedule.is_dense:
+        raise ValueError(
+            f"The schedule's dense_layers={schedule.dense_layers} name {', '.join(map(str, missing))}, but the model has "
+            f"{num_layers} layers, 0 to {num_layers - 1}; it was made for another model. Change dense_layers "
+            "(`dataclasses.replace`), or the option sparse_schedule."
+        )
+
+
+def _check_windows(config: PretrainedConfig, found: dict[int, int | None], masked: set[int | None]) -> None:
     """
     Refuse models whose layers slide by their config, but do not tell the attention function so (only the mask they make
-    does), where the window is too long for the comparison of logits to notice.
+    does), or the other way round, where the window is too long for the comparison of logits to notice.
+
+    Args:
+        found (`dict[int, int | None]`): the window that each layer passes to its attention function.
+        masked (`set[int | None]`): the windows of the masks that the model makes.
     """
     window = getattr(config, "sliding_window", None)
     if not window or window <= LONGEST_PROBED_WINDOW:
@@ -89,10 +131,16 @@ def _check_windows(config: PretrainedConfig, found: dict[int, int | None]) -> No
     kinds = getattr(config, "layer_types", None)
     for layer, passed in sorted(found.items()):
         expected = window if (kinds[layer] == "sliding_attention" if kinds else slides) else None
+        if passed is not None and passed not in masked:
+            raise UnsupportedModelError(
+                f"Sparse rollouts do not support '{config.model_type}' models with sliding_window={window}: layer {layer} "
+                f"passes sliding_window={passed} to its attention function, but the masks of the model do not slide. Set "
+                f"sliding_window=None in its config. {WITHOUT_SPARSITY}"
+            )
         if passed != expected:
             raise UnsupportedModelError(
                 f"Sparse rollouts do not support '{config.model_type}' models with sliding_window={window}: layer {layer} "
-                f"passes sliding_window={passed} to its attention function, where its config says {expected}. {HINT}"
+                f"passes sliding_window={passed} to its attention function, where its config says {expected}. {WITHOUT_SPARSITY}"
             )
 
 
@@ -132,7 +180,7 @@ def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, int, torch
     for _ in range(cache.num_pages):
         table.append(allocator.allocate())
     try:
-        with rollout_mode(model):
+        with rollout_mode(model), recorded_mask_windows() as masked:
             runner = ModelRunner(model, SparsitySchedule.dense(page_size=PROBE_PAGE_SIZE), cache)
             rows = [runner.run([Piece(table, 0, token_ids[: length - decoded])], [length - decoded - 1], False)]
             if compare:
@@ -143,14 +191,14 @@ def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, int, torch
     except Exception as error:
         raise UnsupportedModelError(
             f"Sparse rollouts do not support '{config.model_type}' models ({type(model).__name__}): a trial decode "
-            f"failed with {type(error).__name__}: {str(error).rstrip('.')}. {HINT}"
+            f"failed with {type(error).__name__}: {str(error).rstrip('.')}. {WITHOUT_SPARSITY}"
         ) from error
-    _check_windows(config, runner.windows)
+    _check_windows(config, runner.windows, masked)
     layers = config.num_hidden_layers
     if len(cache.layers) < layers:
         raise UnsupportedModelError(
             f"Sparse rollouts do not support '{config.model_type}' models: {layers - len(cache.layers)} of {layers} "
-            f"attention layers do not go through transformers' AttentionInterface. {HINT}"
+            f"attention layers do not go through transformers' AttentionInterface. {WITHOUT_SPARSITY}"
         )
     if compare:
         with rollout_mode(model, attention=None):
@@ -164,6 +212,6 @@ def probe(model: PreTrainedModel, compare: bool = True) -> tuple[int, int, torch
             raise UnsupportedModelError(
                 f"Sparse rollouts do not support '{config.model_type}' models ({', '.join(kinds)}): logits of a trial "
                 f"decode differ from the model's own forward by {difference:.2g} (relative norm; limit {tolerance:g}). "
-                f"{HINT}"
+                f"{WITHOUT_SPARSITY}"
             )
     return *cache.numel, cache.layers[0][0].dtype

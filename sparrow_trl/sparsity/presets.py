@@ -43,4 +43,7 @@ def find_preset(name: str, target: float) -> dict[str, Any]:
                 "provenance": {"kind": "published", "preset": preset, **origin},
             }
     available = ", ".join(presets["schedules"][preset])
-    raise ValueError(f"Preset {preset!r} has no schedule for target={target}; it has {available}.")
+    raise ValueError(
+        f"Preset {preset!r} has no schedule for target={target}; it has {available}. Set the option "
+        "sparse_target, or what follows '@' in the name, to one of these."
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import os
 import re
 import warnings
@@ -13,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..validation import fraction, integer
 from .presets import find_preset, load_presets, preset_name
 
 
@@ -24,13 +24,23 @@ if TYPE_CHECKING:
 DENSE_BUDGET = 2**30
 """The budget of a dense schedule, and the largest one allowed: more pages than any sequence has."""
 
+MAX_PAGE_SIZE = 1024
+"""The largest page, in tokens: one mean key tells nothing about more of them (the paper finds 128 worse than 16)."""
+
+MAX_FORCED_PAGES = 1024
+"""The most sink pages, and the most recent ones. Every query has room for all of them, however short its sequence is."""
+
+MAX_BIN_TOKENS = 2**30
+"""The widest bin, in tokens: longer than any sequence."""
+
 SCHEDULE_FILE = "sparrow_schedule.json"
+RECORD_FOLDER = "sparrow"  # of a trained model, which holds its schedule among other things
 """The file name under which a schedule is stored in a folder or a Hub repository."""
 
 DEFAULT_TARGET = 0.86
 """The tail at or above which the paper saw stable training (arXiv 2606.08446)."""
 
-_REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_REPO_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -46,13 +56,13 @@ class SparsitySchedule:
         budgets (`tuple[int, ...]`):
             Scored pages to keep, one number a bin of positions. The last bin is open-ended. `()` means dense.
         bin_tokens (`int`, *optional*, defaults to `2000`):
-            Width of a bin in tokens of position (prompt + completion).
+            Width of a bin in tokens of position (prompt + completion), at most 2**30.
         page_size (`int`, *optional*, defaults to `16`):
-            Tokens in a page, a power of two.
+            Tokens in a page, a power of two, at most 1024.
         sink_pages (`int`, *optional*, defaults to `1`):
-            Pages at the start of the sequence that are always kept.
+            Pages at the start of the sequence that are always kept, at most 1024.
         recent_pages (`int`, *optional*, defaults to `2`):
-            Pages at the end of the sequence that are always kept, the one being filled included.
+            Pages at the end of the sequence that are always kept, the one being filled included, at most 1024.
         dense_layers (`tuple[int, ...]`, *optional*, defaults to `(0, 1)`):
             Indices of the layers that read the whole cache.
         target (`float`, *optional*):
@@ -80,20 +90,16 @@ class SparsitySchedule:
 
         normalise("budgets", _int_tuple("budgets", self.budgets, low=0, high=DENSE_BUDGET))
         normalise("dense_layers", tuple(sorted(set(_int_tuple("dense_layers", self.dense_layers, low=0)))))
-        normalise("bin_tokens", _int("bin_tokens", self.bin_tokens, low=1))
-        normalise("page_size", _int("page_size", self.page_size, low=1))
-        normalise("sink_pages", _int("sink_pages", self.sink_pages, low=0))
-        normalise("recent_pages", _int("recent_pages", self.recent_pages, low=1))
+        normalise("bin_tokens", integer("bin_tokens", self.bin_tokens, low=1, high=MAX_BIN_TOKENS))
+        normalise("page_size", integer("page_size", self.page_size, low=1, high=MAX_PAGE_SIZE))
+        normalise("sink_pages", integer("sink_pages", self.sink_pages, low=0, high=MAX_FORCED_PAGES))
+        normalise("recent_pages", integer("recent_pages", self.recent_pages, low=1, high=MAX_FORCED_PAGES))
         if self.page_size & (self.page_size - 1):
             raise ValueError(
                 f"page_size={self.page_size} is not a power of two; use 16 (the published value) or 8, 32, 64."
             )
         if self.target is not None:
-            if isinstance(self.target, bool) or not isinstance(self.target, (int, float)):
-                raise TypeError(f"target={self.target!r} is not a number; give a tail between 0 and 1, or None.")
-            if not 0 < self.target <= 1:
-                raise ValueError(f"target={self.target} is not in (0, 1]; it is a tail of the acceptance rate.")
-            normalise("target", float(self.target))
+            normalise("target", fraction("target", self.target))
         normalise("provenance", _json_copy(self.provenance))
 
     @property
@@ -205,7 +211,8 @@ class SparsitySchedule:
     @classmethod
     def from_pretrained(cls, path_or_repo: str | os.PathLike[str], **hub_kwargs: Any) -> SparsitySchedule:
         """
-        Load a schedule from a JSON file, from a folder that holds `sparrow_schedule.json`, or from the Hub.
+        Load a schedule from a JSON file, from a folder that holds `sparrow_schedule.json`, or from the Hub. A folder or
+        repository with a model trained by this package has it in its folder `sparrow/`, which is looked at too.
 
         Args:
             path_or_repo (`str` or `os.PathLike`):
@@ -220,9 +227,11 @@ class SparsitySchedule:
         """
         path = Path(path_or_repo).expanduser()
         if path.is_dir():
-            path = path / SCHEDULE_FILE
+            folder, path = path, path / SCHEDULE_FILE
             if not path.is_file():
-                raise FileNotFoundError(f"The folder {str(path.parent)!r} has no {SCHEDULE_FILE}.")
+                path = folder / RECORD_FOLDER / SCHEDULE_FILE
+            if not path.is_file():
+                raise FileNotFoundError(f"The folder {str(folder)!r} has no {SCHEDULE_FILE}.")
         elif not path.exists():
             path = _download(os.fspath(path_or_repo), **hub_kwargs)
         try:
@@ -318,10 +327,10 @@ class SparsitySchedule:
         name, at, preset_target = value.partition("@")
         if name.lower() in load_presets()["schedules"]:
             try:
-                return cls.from_preset(name.lower(), float(preset_target) if at else target)
+                return cls.from_preset(name.lower(), _target_from_text(preset_target) if at else target)
             except ValueError as error:
                 raise ValueError(f"sparse_schedule={value!r}: {error}") from error
-        if value and (_is_path(value) or _REPO_ID.fullmatch(value)):
+        if value and (_is_path(value) or is_hub_repo(value)):
             return cls.from_pretrained(value)
         raise ValueError(f"sparse_schedule={value!r} names no schedule; {_FORMS}.")
 
@@ -354,24 +363,10 @@ _FORMS = (
 )
 
 
-def _int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{name}={value} is a bool, not an integer.")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r} is not an integer.") from None
-    if number < low:
-        raise ValueError(f"{name}={number} is below {low}, the smallest value allowed.")
-    if high is not None and number > high:
-        raise ValueError(f"{name}={number} is above {high}, the largest value allowed.")
-    return number
-
-
 def _int_tuple(name: str, values: Any, low: int, high: int | None = None) -> tuple[int, ...]:
     if isinstance(values, (str, Mapping)) or not hasattr(values, "__iter__"):
         raise TypeError(f"{name}={values!r} is not a sequence of integers.")
-    return tuple(_int(f"{name}[{index}]", value, low, high) for index, value in enumerate(values))
+    return tuple(integer(f"{name}[{index}]", value, low, high) for index, value in enumerate(values))
 
 
 def _json_copy(provenance: Any) -> dict[str, Any]:
@@ -392,19 +387,34 @@ def _budget_table(budgets: tuple[int, ...], device: torch.device) -> torch.Tenso
     return torch.tensor(budgets, dtype=torch.int64, device=device)
 
 
+def _target_from_text(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a target, a number in (0, 1] as in 'qwen3-1.7b@0.86'.") from None
+
+
+def is_hub_repo(text: str) -> bool:
+    """Whether `text` can only mean a Hub repository `user/name`: it is no path of something that exists here."""
+    return _REPO_ID.fullmatch(text) is not None and not _is_path(text)
+
+
 def _is_path(text: str) -> bool:
     path = Path(text).expanduser()
     return path.exists() or path.is_absolute() or text.startswith(".") or path.suffix == ".json"
 
 
 def _download(repo_id: str, **hub_kwargs: Any) -> Path:
-    if _is_path(repo_id) or not _REPO_ID.fullmatch(repo_id):
+    if not is_hub_repo(repo_id):
         raise FileNotFoundError(f"There is no schedule file or folder {repo_id!r}.")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(hf_hub_download(repo_id, SCHEDULE_FILE, **hub_kwargs))
+        try:
+            return Path(hf_hub_download(repo_id, SCHEDULE_FILE, **hub_kwargs))
+        except EntryNotFoundError:
+            return Path(hf_hub_download(repo_id, f"{RECORD_FOLDER}/{SCHEDULE_FILE}", **hub_kwargs))
     except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise FileNotFoundError(
             f"No schedule in {repo_id!r}: it is no local path, and {SCHEDULE_FILE} could not be had from a Hub "

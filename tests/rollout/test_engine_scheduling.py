@@ -1,5 +1,8 @@
 """What is sampled depends on the seed and the place in the list alone; pages are shared, counted and given back."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts import SPARSE, endless, engine_of, greedy, random_prompts, sampling
+from sparrow_trl import memory
 from sparrow_trl.rollout import engine as engine_module
+from sparrow_trl.rollout import stop_ids
 from sparrow_trl.rollout.cache import PageAllocator
 from sparrow_trl.rollout.runner import ModelRunner
 from sparrow_trl.rollout.sequence import random_stream
@@ -354,7 +359,8 @@ def test_memory_fraction_bounds_the_pool(model, monkeypatch):
     class Memory:
         available = 400_000
 
-    monkeypatch.setattr(engine_module.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr("psutil.virtual_memory", Memory)
+    monkeypatch.setattr(memory, "OWN_CGROUPS", Path("/nowhere"))
     output = engine_of(model, memory_fraction=0.25).generate(random_prompts(*[20] * 12), sampling(40))
     # 2 layers, 2 KV heads, keys and values of 4 tokens and a landmark, 16 wide, 4 bytes
     bytes_per_page = 2 * 2 * (4 + 4 + 1) * 16 * 4
@@ -396,6 +402,90 @@ def test_completions_end_where_the_positions_do():
 def test_bad_engine_options(model, options, message):
     with pytest.raises(ValueError, match=message):
         engine_of(model, **options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"memory_fraction": "0.5"}, "memory_fraction='0.5' is not a number"),
+        ({"max_num_seqs": 2.0}, "max_num_seqs=2.0 is not an integer"),
+        ({"max_pages": True}, "max_pages=True is a bool"),
+        ({"progress_bar": "no"}, "progress_bar='no' is not True or False or None"),
+        ({"check_support": None}, "check_support=None is not True or False"),
+    ],
+)
+def test_engine_options_of_the_wrong_type(model, options, message):
+    with pytest.raises(TypeError, match=message):
+        engine_of(model, **options)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (([[5]], {"max_new_tokens": 4}), TypeError, "generation_config is a dict, not a GenerationConfig"),
+        (("a prompt",), TypeError, "prompts is a str, not a list of prompts"),
+        ((7,), TypeError, "prompts is a int, not a list of prompts"),
+        (([5, 6],), TypeError, "prompt at index 0 is a int, not a list of token ids"),
+        (([[5], "a prompt"],), TypeError, "prompt at index 1 is a str, not a list of token ids; tokenize it first"),
+        (([[5, 6.0]],), TypeError, "prompt at index 0 holds 6.0, a float, where token ids are integers"),
+        (([[5, "6"]],), TypeError, "prompt at index 0 holds '6', a str"),
+    ],
+)
+def test_arguments_of_the_wrong_type(model, arguments, error, message):
+    with pytest.raises(error, match=message):
+        engine_of(model).generate(*arguments)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"top_logprobs": -1}, ValueError, "top_logprobs=-1 is below 0"),
+        ({"top_logprobs": 1.5}, TypeError, "top_logprobs=1.5 is not an integer"),
+        ({"top_logprobs": True}, TypeError, "top_logprobs=True is a bool"),
+        ({"seed": -1}, ValueError, "seed=-1 is below 0"),
+        ({"seed": "0"}, TypeError, "seed='0' is not an integer"),
+        ({"max_new_tokens": [3.0]}, TypeError, r"max_new_tokens\[0\]=3.0 is not an integer"),
+    ],
+)
+def test_bad_options_of_a_call(model, options, error, message):
+    with pytest.raises(error, match=message):
+        engine_of(model).generate([[5]], sampling(4), **options)
+
+
+def test_prompts_may_be_tensors_and_arrays(model):
+    (prompt,) = random_prompts(9)
+    output = engine_of(model).generate([prompt, torch.tensor(prompt), np.array(prompt)], sampling(5))
+    assert output.stats.prefill_tokens == 9  # the three are one prompt
+    assert output.completion_ids[0] == engine_of(model).generate([prompt], sampling(5)).completion_ids[0]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -1.0, float("nan"), float("inf"), "1", True])
+def test_logprobs_at_a_bad_temperature(model, temperature):
+    with pytest.raises(ValueError, match=re.escape(f"temperature={temperature!r} must be a number above 0")):
+        engine_of(model).logprobs([[5, 6, 7]], [2], temperature=temperature)
+
+
+def test_logprobs_of_bad_tokens(model):
+    with pytest.raises(ValueError, match="sequence at index 1 holds token id 261, outside the model's vocabulary"):
+        engine_of(model).logprobs([[5, 6, 7], [5, 6, 261]], [2, 2])
+
+
+def test_dense_layers_that_the_model_does_not_have_are_refused(model):
+    message = r"dense_layers=\(0, 2, 999\) name 2, 999, but the model has 2 layers, 0 to 1"
+    schedule = SparsitySchedule.fixed(4, dense_layers=(0, 2, 999))
+    with pytest.raises(ValueError, match=message):
+        engine_of(model, schedule)
+    engine = engine_of(model)
+    with pytest.raises(ValueError, match=message):
+        engine.schedule = schedule
+    assert engine.schedule is SPARSE
+    engine.schedule = SparsitySchedule.dense(dense_layers=(999,))  # where all are dense, it means nothing
+    engine_of(endless(num_hidden_layers=1), SparsitySchedule.fixed(4))  # the default is for every model
+
+
+def test_stop_ids_are_a_union_in_order():
+    assert stop_ids(None, 3, [5, 3, None], (), (7,)) == [3, 5, 7]
+    assert stop_ids() == stop_ids(None) == []
 
 
 def test_a_limit_for_each_prompt(model):

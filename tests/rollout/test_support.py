@@ -22,7 +22,7 @@ def refusal(model):
     message = str(error.value)
     assert isinstance(error.value, ValueError)
     assert f"'{model.config.model_type}'" in message
-    assert message.endswith("Set `sparse_schedule=None` to train it with plain TRL rollouts.")
+    assert message.endswith("Set `sparse_schedule=None` to train without sparse rollouts, as TRL does.")
     return message
 
 
@@ -123,7 +123,9 @@ def test_learnt_prompts_are_refused(config_class):
     model = get_peft_model(
         tiny_model(num_hidden_layers=2), config_class(task_type="CAUSAL_LM", num_virtual_tokens=3), adapter_name="hint"
     )
-    with pytest.raises(UnsupportedModelError, match=r"adapter 'hint' \(.*\) puts virtual tokens before the prompt"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"adapter 'hint' \(peft_type=.*\) puts virtual tokens before the prompt. Use LoRA"
+    ):
         RolloutEngine(model, SPARSE)
 
 
@@ -214,6 +216,7 @@ LONG_WINDOWS = {
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
     "phimoe": {},
     "doge": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"use_sliding_window": True, "num_experts": 4, "shared_expert_intermediate_size": 32},
 }
 
@@ -221,7 +224,7 @@ LONG_WINDOWS = {
 @pytest.mark.parametrize("model_type", LONG_WINDOWS)
 def test_long_sliding_windows_are_exact_or_refused(model_type):
     sizes = {"num_hidden_layers": 2, "sliding_window": LONG_WINDOW, **LONG_WINDOWS[model_type]}
-    if model_type not in ("mistral", "starcoder2", "phi3", "qwen2", "phimoe", "doge", "qwen2_moe"):
+    if model_type not in ("mistral", "starcoder2", "phi3", "qwen2", "phimoe", "doge", "olmoe", "qwen2_moe"):
         sizes["layer_types"] = ["sliding_attention", "full_attention"]
     model = endless(model_type, **sizes)
     try:
@@ -232,6 +235,15 @@ def test_long_sliding_windows_are_exact_or_refused(model_type):
     output = engine.generate([prompt], sampling(4))
     expected = logprobs(model, prompt, output.completion_ids[0])
     torch.testing.assert_close(torch.tensor(output.logprobs[0]).double(), expected, atol=1e-4, rtol=0)
+
+
+def test_a_window_that_only_the_attention_function_is_told_of_is_refused():
+    """OLMoE passes `config.sliding_window` on, but its mask shows the whole past."""
+    model = endless("olmoe", num_experts=4, num_experts_per_tok=2, sliding_window=LONG_WINDOW)
+    with pytest.raises(
+        UnsupportedModelError, match="'olmoe' models with sliding_window=600: .* masks .* do not slide"
+    ):
+        engine_of(model, SparsitySchedule.dense(), check_support=True)
 
 
 SHORT = {"original_max_position_embeddings": 64, "rope_theta": 1e4, "factor": 4.0}

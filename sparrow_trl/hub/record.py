@@ -1,0 +1,118 @@
+"""
+What a run leaves beside its model, in the folder `sparrow/`, so that others can check and repeat it.
+
+| file | content | written by |
+|---|---|---|
+| `run.json` | configuration, command, versions, hardware, averages of the logged metrics | the trainer |
+| `sparrow_schedule.json` | the schedule of the last rollouts | the trainer |
+| `tail.json`, `*.png` | tail of the acceptance rate by bin, and its plots | the tail monitor |
+| `adapter/` | the LoRA of DistillSparse | the trainer |
+| `eval.json` | accuracy under dense and sparse decoding | `sparrow eval` |
+| `bench.json` | speed | `sparrow bench rollout --json` |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..sparsity.schedule import RECORD_FOLDER
+
+
+RUN_FILE = "run.json"
+
+_SECRETS = ("token", "hub_token", "push_to_hub_token")
+# Means over a whole run would mix what grows with the length of completions: only these say something as a mean.
+_AVERAGED = ("rollout_tokens_per_second", "rollout_seconds", "kv_share", "budget", "clipped_fraction")
+
+
+@dataclass
+class RunRecord:
+    """
+    How a model was trained.
+
+    Args:
+        base_model (`str`, *optional*): the model that the training started from.
+        dataset (`str`, *optional*): name of the training data.
+        command (`str`): the command line that repeats the run.
+        config (`dict`): the arguments of the trainer, without tokens.
+        environment (`dict[str, str]`): versions of Python and packages.
+        hardware (`dict`): as [`~sparrow_trl.environment.hardware`] gives it.
+        num_processes (`int`): processes that trained.
+        global_step (`int`): optimizer steps done.
+        metrics (`dict[str, float]`): averages over the logs of the run, by name under `sparrow/`.
+    """
+
+    base_model: str | None
+    dataset: str | None
+    command: str
+    config: dict[str, Any]
+    environment: dict[str, str]
+    hardware: dict[str, Any]
+    num_processes: int = 1
+    global_step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write it to `folder/sparrow/run.json`."""
+        path = Path(folder) / RECORD_FOLDER / RUN_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1, default=str) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> RunRecord | None:
+        """The record of `folder`, or `None` where there is none that can be read."""
+        values = read_json(Path(folder) / RECORD_FOLDER / RUN_FILE)
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values} if values else {}
+        try:
+            return cls(**known)
+        except TypeError:
+            return None
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; `None` where the file is missing or holds none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the trainer's arguments without tokens."""
+    return {name: value for name, value in config.items() if name not in _SECRETS}
+
+
+def average_metrics(log_history: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Averages over the logs of a run of those `sparrow/` metrics for which an average means something."""
+    values: dict[str, list[float]] = {}
+    for logs in log_history:
+        for name in _AVERAGED:
+            value = logs.get(f"sparrow/{name}")
+            if isinstance(value, (int, float)):
+                values.setdefault(name, []).append(float(value))
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def reproduce_command(argv: Sequence[str] | None = None, num_processes: int = 1) -> str:
+    """
+    The command line that starts this process again. A process that a launcher started (`accelerate launch`,
+    `torchrun`) is started by `accelerate launch` with the same number of processes.
+
+    Args:
+        argv (`Sequence[str]`, *optional*): the arguments of Python; by default those of this process.
+    """
+    arguments = list(sys.orig_argv[1:] if argv is None else argv)
+    if num_processes > 1 or "LOCAL_RANK" in os.environ:
+        while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
+            del arguments[0]  # options of the interpreter, which the launcher sets itself
+        return shlex.join(["accelerate", "launch", "--num_processes", str(num_processes), *arguments])
+    return shlex.join(["python", *arguments])

@@ -1,0 +1,109 @@
+"""`sparrow train`: plans, mistakes, and a real run of a tiny model."""
+
+import json
+
+import pytest
+import yaml
+
+from sparrow_trl.cli import main
+from sparrow_trl.train.arguments import get_reward_funcs
+from tiny import tiny_model, tiny_tokenizer
+from training import prompts
+
+
+def letters(completions, **kwargs):
+    """A reward that `--reward_funcs test_train_command.letters` finds."""
+    return [float(sum(character.isalpha() for character in completion)) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model with its tokenizer, and prompts in a file."""
+    path = tmp_path_factory.mktemp("train")
+    tiny_model().save_pretrained(path / "model")
+    tiny_tokenizer().save_pretrained(path / "model")
+    with open(path / "prompts.jsonl", "w") as file:
+        for row in prompts(8):
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def flags(folder, **options) -> list[str]:
+    values = {
+        "model_name_or_path": folder / "model",
+        "dataset_name": folder / "prompts.jsonl",
+        "reward_funcs": "test_train_command.letters",
+        "output_dir": folder / "out",
+        "use_cpu": "true",
+        "bf16": "false",
+        "report_to": "none",
+        "max_completion_length": 10,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "sparse_schedule": json.dumps({"budgets": [2], "page_size": 4}),
+        **options,
+    }
+    return [
+        "train",
+        *(part for name, value in values.items() if value is not None for part in (f"--{name}", str(value))),
+    ]
+
+
+def test_a_run_from_a_yaml_file(folder, capsys):
+    config = dict(zip(*[iter(flags(folder)[1:])] * 2, strict=True))
+    config = {name.removeprefix("--"): value for name, value in config.items()}
+    config |= {"max_steps": 2, "use_cpu": True, "bf16": False, "num_generations": 4, "max_completion_length": 10}
+    config |= {"per_device_train_batch_size": 8, "reward_funcs": ["test_train_command.letters"], "save_strategy": "no"}
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    assert main(["train", "--config", str(folder / "run.yaml"), "--max_steps", "1"]) == 0
+    record = json.loads((folder / "out" / "sparrow" / "run.json").read_text())
+    assert record["global_step"] == 1
+    assert (folder / "out" / "model.safetensors").is_file()
+    assert "The model is in" in capsys.readouterr().out
+
+
+def test_dry_run_plans_without_loading_weights(folder, capsys, monkeypatch):
+    def loaded(*args, **kwargs):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
+    arguments = flags(folder, chip="h100", num_train_epochs=2, gradient_accumulation_steps=2)
+    assert main([*arguments, "--dry-run"]) == 0
+    plan = dict(
+        [cell.strip() for cell in line.strip().split("│")[1:-1]]
+        for line in capsys.readouterr().out.splitlines()
+        if line.count("│") == 3
+    )
+    parameters = sum(parameter.numel() for parameter in tiny_model().parameters())
+    assert plan["parameters"] == f"{parameters:,}"
+    assert plan["completions per generation batch"] == "16"  # 8 on the device, accumulated twice
+    assert plan["prompts per generation batch"] == "4"
+    assert plan["optimizer steps"] == "4"  # 8 prompts, 4 to a step, 2 epochs
+    assert plan["schedule"].startswith("2 scored pages")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model_name_or_path": None}, "--model_name_or_path"),
+        ({"dataset_name": None}, "--dataset_name"),
+        ({"reward_funcs": None}, "--reward_funcs"),
+        ({"reward_funcs": "good_reward"}, "'good_reward' is none of"),
+        ({"reward_funcs": "nowhere.good"}, "'nowhere.good' cannot be imported"),
+        ({"reward_funcs": "test_train_command.missing"}, "cannot be imported"),
+        ({"dataset_train_split": "validation"}, "dataset_train_split='validation' is no split"),
+        ({"sparse_schedule": "fixed:many"}, "'many' is not a number of pages"),
+        ({"num_generations": 3}, "num_generations"),
+        ({"chip": "abacus"}, "chip='abacus'"),
+    ],
+)
+def test_mistakes_are_named(folder, capsys, options, message):
+    assert main([*flags(folder, **options), "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_overlong_reward_goes_by_the_limit_of_the_run():
+    pytest.importorskip("sparrow_trl.rewards")
+    [reward] = get_reward_funcs(["overlong_reward"], None, 80)
+    lengths = [70, 75, 80, 90]
+    assert reward(completion_ids=[[0] * length for length in lengths], completions=[""] * 4) == [0.0, -0.5, -1.0, -1.0]
