@@ -326,8 +326,8 @@ class SparrowGRPOConfig(GRPOConfig):
         self.tail_share = fraction("tail_share", self.tail_share)
         for name in ("tail_threshold", "tail_confidence"):
             value = getattr(self, name)
-            if value is not None and fraction(name, value) == 1:
-                raise ValueError(f"{name}={value} is not in (0, 1).")
+            if value is not None and (isinstance(value, (bool, str)) or not 0 < value < 1):
+                raise ValueError(f"{name}={value!r} is not a number in (0, 1).")
         for name, low in (
             ("tail_every", 1),
             ("tail_top_k", 1),
