@@ -476,29 +476,25 @@ class SparrowGRPOConfig(GRPOConfig):
             raise ValueError("distill_target_modules=[] names no layer; None takes all linear layers but the head.")
 
     def _check_tail_options(self):
+        boolean("tail_monitor", self.tail_monitor)
         for name, known in (("tail_action", ACTIONS), ("tail_statistic", STATISTICS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, known))}.")
+        self.tail_share = fraction("tail_share", self.tail_share)
         for name in ("tail_threshold", "tail_confidence"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise ValueError(f"{name}={value} is not in (0, 1).")
-        if not 0 < self.tail_share <= 1:
-            raise ValueError(f"tail_share={self.tail_share} is not in (0, 1].")
-        lowest = {"tail_min_tokens": 20, "tail_max_budget": self.tail_min_budget}
-        for name in (
-            "tail_every",
-            "tail_top_k",
-            "tail_min_tokens",
-            "tail_floor_every",
-            "tail_min_budget",
-            "tail_max_budget",
+            if value is not None and (isinstance(value, (bool, str)) or not 0 < value < 1):
+                raise ValueError(f"{name}={value!r} is not a number in (0, 1).")
+        for name, low in (
+            ("tail_every", 1),
+            ("tail_top_k", 1),
+            ("tail_min_tokens", 20),
+            ("tail_floor_every", 1),
+            ("tail_min_budget", 1),
         ):
-            value, low = getattr(self, name), lowest.get(name, 1)
-            if name == "tail_max_budget" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ValueError(f"{name}={value!r} is not an integer of at least {low}.")
+            setattr(self, name, integer(name, getattr(self, name), low=low))
+        if self.tail_max_budget is not None:
+            self.tail_max_budget = integer("tail_max_budget", self.tail_max_budget, low=self.tail_min_budget)
         if self.tail_monitor and self.tail_threshold is None and self.sparse_target == 1:
             raise ValueError("sparse_target=1 is no threshold that a tail can meet. Set tail_threshold, in (0, 1).")
 

@@ -1,8 +1,6 @@
 """GRPO with sparse rollouts: TRL's trainer with this package's rollout engine in the place of `generate`."""
 
-import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +17,7 @@ from transformers import (
 )
 
 from .config import SparrowGRPOConfig
-from .distill import DistillLoss, DistillSession, DistillUpdate, SparrowAdapter, samples_of
-from .hub.publishing import PublishingTrainer
-from .monitor import TailMonitor
-from .monitor.callback import FOLDER, TailCallback
+from .distilling_trainer import DistillingTrainer
 from .processes import warn
 from .rollout import (
     WITHOUT_SPARSITY,
@@ -49,7 +44,7 @@ if TYPE_CHECKING:
 _UNSHARDED = f"Use DDP, or DeepSpeed ZeRO-1 or ZeRO-2. {WITHOUT_SPARSITY}"
 
 
-class SparrowGRPOTrainer(PublishingTrainer):
+class SparrowGRPOTrainer(DistillingTrainer):
     """
     Trainer for Group Relative Policy Optimization with sparse rollouts.
 
@@ -118,8 +113,6 @@ class SparrowGRPOTrainer(PublishingTrainer):
     """
 
     _rollout_engine: RolloutEngine | None = None
-    _distill: DistillSession | None = None
-    _tail_monitor: TailMonitor | None = None
 
     def __init__(
         self,
@@ -215,88 +208,8 @@ class SparrowGRPOTrainer(PublishingTrainer):
         if rollout_func is None:
             # Built here, not at the first rollout: what the engine cannot run is refused before any time is spent
             _ = self.rollout_engine
-        if args.distill_sparse:
-            self._distill = self._make_distill()
-        if args.tail_monitor and not self._schedule.is_dense:
-            self._tail_monitor = self._make_tail_monitor()
-            self._tail_callback = TailCallback(
-                self._tail_monitor, self.accelerator.is_main_process, args.report_to or []
-            )
-            self.add_callback(self._tail_callback)
-
-    def _make_distill(self) -> DistillSession | None:
-        args = self.args
-        if self._schedule.is_dense:
-            warn(
-                "distill_sparse=True has no effect: the schedule is dense, so the actor is the policy and there is "
-                "nothing to learn. Set a sparse_schedule that prunes.",
-                stacklevel=3,
-            )
-            return None
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        adapter = SparrowAdapter(
-            model,
-            rank=args.distill_rank,
-            alpha=args.distill_alpha,
-            target_modules=args.distill_target_modules or "all-linear",
-            seed=args.seed,
-        ).to(self.accelerator.device)
-        loss = DistillLoss(
-            kl=args.distill_kl,
-            direction=args.distill_kl_direction,
-            kl_coef=args.distill_kl_coef,
-            ppo_coef=args.distill_ppo_coef,
-            top_k=args.distill_top_k,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-        )
-        update = DistillUpdate(
-            model,
-            adapter,
-            loss,
-            learning_rate=args.distill_learning_rate,
-            warmup_steps=args.distill_warmup_steps,
-            max_grad_norm=args.distill_max_grad_norm,
-            num_steps=args.distill_steps,
-            max_tokens=args.distill_tokens,
-            micro_tokens=args.distill_micro_tokens,
-            temperature=args.temperature,
-            fp16=args.fp16,
-            autocast=self.accelerator.autocast,
-            reduce_sum=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
-            seed=args.seed,
-        )
-        return DistillSession(adapter, update, every=args.distill_every, reuse_teacher=args.distill_reuse_teacher)
-
-    @property
-    def distill(self) -> DistillSession | None:
-        """The LoRA of `distill_sparse` and its update; `None` where it is off."""
-        return self._distill
-
-    def _make_tail_monitor(self) -> TailMonitor:
-        args = self.args
-        return TailMonitor(
-            self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
-            self._schedule,
-            threshold=args.sparse_target if args.tail_threshold is None else args.tail_threshold,
-            action=args.tail_action,
-            share=args.tail_share,
-            every=args.tail_every,
-            statistic=args.tail_statistic,
-            top_k=args.tail_top_k,
-            min_tokens=args.tail_min_tokens,
-            confidence=args.tail_confidence,
-            floor_every=args.tail_floor_every,
-            min_budget=args.tail_min_budget,
-            max_budget=args.tail_max_budget,
-            temperature=args.temperature,
-            process_index=self.accelerator.process_index,
-        )
-
-    @property
-    def tail_monitor(self) -> TailMonitor | None:
-        """What measures the acceptance rate; `None` where it is off or the schedule is dense."""
-        return self._tail_monitor
+        self.start_distill(self._schedule)
+        self.start_tail_monitor(self._schedule)
 
     def _calibrate(self, model_name: str) -> SparsitySchedule:
         """The schedule that `sparse_schedule="auto"` finds, on the main process alone."""
@@ -351,6 +264,10 @@ class SparrowGRPOTrainer(PublishingTrainer):
         """The schedule of the next rollout."""
         return self._schedule if self._rollout_engine is None else self._rollout_engine.schedule
 
+    @rollout_schedule.setter
+    def rollout_schedule(self, schedule: SparsitySchedule) -> None:
+        self.rollout_engine.schedule = schedule
+
     def _shows_progress(self) -> bool | None:
         if not self.accelerator.is_main_process:
             return False
@@ -380,23 +297,17 @@ class SparrowGRPOTrainer(PublishingTrainer):
         # From the generator whose state is in every checkpoint, so that a resumed run samples the same tokens. TRL
         # seeds it differently on each process.
         seed = int(torch.randint(2**63 - 1, ()))
-        # In an evaluation the samples are those of the policy as it is published, without the LoRA
-        sampling: AbstractContextManager = nullcontext()
-        if self._distill is not None and self.metrics_mode == "train":
-            sampling = self._distill.sampling(self.rollout_engine.schedule)
-        monitor = self._tail_monitor
-        watched = [] if monitor is None else monitor.choose(len(prompt_ids))
+        monitored = self.choose_monitored(len(prompt_ids))
         # One autocast context around the whole rollout: the cast of each weight is cached until it ends
-        with sampling, torch.no_grad(), self.accelerator.autocast():
+        with self.sampling_mode(), torch.no_grad(), self.accelerator.autocast():
             output = self.rollout_engine.generate(
                 prompt_ids,
                 self.generation_config,
                 seed=seed,
-                top_logprobs=self.args.tail_top_k if watched else 0,
-                top_logprobs_for=watched,
+                top_logprobs=self.args.tail_top_k if monitored else 0,
+                top_logprobs_for=monitored,
             )
-        if monitor is not None:
-            monitor.record(prompt_ids, output, watched)
+        self.record_monitored(prompt_ids, output, monitored)
         if self.accelerator.device.type == "cuda":
             # The engine has dropped its KV cache. Give the memory back too: split up by what the backward allocates,
             # its blocks could not hold the next cache.
@@ -408,35 +319,14 @@ class SparrowGRPOTrainer(PublishingTrainer):
         return bool(self._rollout_stats)
 
     def before_batch(self) -> None:
+        super().before_batch()
         self._rollout_stats.clear()  # of a batch that an exception kept from being scored
-        if self._tail_monitor is not None:
-            self._tail_monitor.begin_batch(monitored=self.metrics_mode == "train")
-
-    def around_policy_pass(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_tokens: int
-    ) -> AbstractContextManager:
-        if self._tail_monitor is None:
-            return nullcontext()
-        return self._tail_monitor.around_policy_pass(input_ids, attention_mask, num_tokens)
 
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         clipped = self._rollout_metrics[self.metrics_mode].update(
             self._rollout_stats, scored, self.rollout_engine.schedule, self.accelerator.gather
         )
         self._rollout_stats.clear()
-        if self._distill is not None and self.metrics_mode == "train" and scored.actor_logprobs is not None:
-            self._distill.add(
-                samples_of(
-                    scored.prompt_ids,
-                    scored.prompt_mask,
-                    scored.completion_ids,
-                    scored.mask,
-                    scored.advantages,
-                    scored.actor_logprobs,
-                    scored.policy_logprobs if self._distill.reuse_teacher else None,
-                ),
-                self.rollout_engine.schedule,
-            )
         if clipped is not None and clipped > 0.5 and not self._warned_of_clipping:
             self._warned_of_clipping = True
             warn(
@@ -445,71 +335,11 @@ class SparrowGRPOTrainer(PublishingTrainer):
                 "changes most of the loss: the sparse actor is far from the policy. Use a schedule with larger budgets. "
                 "This warning is not repeated; see the metric sparrow/clipped_fraction."
             )
-
-        self._update_tail_monitor(scored)
-
-    def _update_tail_monitor(self, scored: ScoredRollout) -> None:
-        if self._tail_monitor is None:
-            return
-        with torch.no_grad(), self.accelerator.autocast():
-            report = self._tail_monitor.update(
-                torch.cat([scored.prompt_ids, scored.completion_ids], dim=1),
-                torch.cat([scored.prompt_mask, scored.completion_mask], dim=1),
-                scored.mask,
-                step=self.state.global_step,
-                **self._pooling(),
-            )
-        if report is None:
-            return
-        self.rollout_engine.schedule = report.schedule
-        self._tail_callback.tell(report)
-        if report.stop:
-            self.control.should_training_stop = True
-
-    def after_step(self) -> None:
-        if self._distill is None:
-            return
-        stats = self._distill.update(all_batches=self.has_finished_batch)
-        if stats is not None:
-            for name, value in stats.metrics().items():
-                self.log_sparrow_metric(name, value)
-
-    def save_beside_model(self, folder: str) -> None:
-        if self._distill is not None:
-            self._distill.save_adapter(folder)
-
-    def _pooling(self) -> dict[str, Callable]:
-        """How numbers of all processes become one; nothing to do for one process."""
-        if self.accelerator.num_processes == 1:
-            return {}
-        accelerator, device = self.accelerator, self.accelerator.device
-        return {
-            "total": lambda tensor: accelerator.reduce(tensor.to(device), reduction="sum"),
-            "largest": lambda number: int(accelerator.gather(torch.tensor([number], device=device)).max()),
-        }
-
-    def save_state(self, folder: str) -> None:
-        if self._tail_monitor is not None:
-            self._tail_monitor.save(os.path.join(folder, FOLDER))
-        if self._distill is not None:
-            self._distill.save_state(folder)
-
-    def load_state(self, folder: str) -> None:
-        if self._distill is not None:
-            self._distill.load(folder)
-        if self._tail_monitor is None:
-            return
-        message = self._tail_monitor.load(os.path.join(folder, FOLDER))
-        if message is not None:
-            warn(message)
-        self.rollout_engine.schedule = self._tail_monitor.schedule
+        super().after_rollout_scored(scored)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.samples_rollouts:
             for name, value in self._rollout_metrics[self.metrics_mode].pop().items():
-                self.log_sparrow_metric(name, value)
-        if self._tail_monitor is not None and self.metrics_mode == "train":
-            for name, value in self._tail_monitor.pop_metrics().items():
                 self.log_sparrow_metric(name, value)
         super().log(logs, start_time)
 

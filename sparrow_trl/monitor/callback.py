@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Collection
 from importlib.util import find_spec
@@ -9,18 +10,15 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
+from ..sparsity.schedule import RECORD_FOLDER
 from .plots import write_plots
 from .tail_monitor import BatchReport, TailMonitor
 
 
-FOLDER = "sparrow"
-"""Of the pictures in the output folder, and of the monitor's state in a checkpoint."""
-
-
 class TailCallback(TrainerCallback):
     """
-    Writes the pictures whenever a checkpoint is saved and at the end, and passes messages on. Only the main process
-    writes and tells.
+    Writes `tail.json` and the pictures whenever a checkpoint is saved and at the end, and passes messages on. Only the
+    main process writes and tells.
 
     Args:
         monitor ([`TailMonitor`]): what to draw.
@@ -47,12 +45,15 @@ class TailCallback(TrainerCallback):
         if trackio.context_vars.current_run.get() is not None:
             trackio.alert(f"The tail is below {self.monitor.threshold}", text, level=trackio.AlertLevel.WARN)
 
-    def _draw(self, output_dir: str | None) -> None:
-        if self.is_main_process and output_dir is not None:
-            write_plots(self.monitor, Path(output_dir) / FOLDER)
+    def _write(self, output_dir: str | None) -> None:
+        if self.is_main_process and output_dir is not None and self.monitor.judged.tokens():
+            folder = Path(output_dir) / RECORD_FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "tail.json").write_text(json.dumps(self.monitor.report(), indent=1), encoding="utf-8")
+            write_plots(self.monitor, folder)
 
     def on_save(self, args, state, control, **kwargs):
-        self._draw(args.output_dir)
+        self._write(args.output_dir)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._draw(args.output_dir)
+        self._write(args.output_dir)

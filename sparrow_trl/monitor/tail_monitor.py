@@ -363,11 +363,34 @@ class TailMonitor:
         self._window_batches = self._window_breaches = self._window_raised = self._window_lowered = 0
         return metrics
 
+    def report(self) -> dict[str, Any]:
+        """Tail and mean of each bin, pooled for as long as its budget is what it is: what a model card shows."""
+        floor, judged = self.floor[self.statistic or "lower"], self.judged
+        bins = []
+        for index in (index for index in range(len(judged)) if judged.tokens(index)):
+            tail, first = judged.tail(index), index * judged.bin_tokens
+            bins.append(
+                {
+                    "first": first,
+                    "last": first + judged.bin_tokens - 1,
+                    "tokens": int(tail.tokens),
+                    "tail": tail.value,
+                    "low": tail.low,
+                    "high": tail.high,
+                    "mean": judged.mean(index),
+                }
+            )
+        return {
+            "statistic": self.statistic,
+            "threshold": self.threshold,
+            "floor": floor.percentile() if floor.tokens() else None,
+            "bins": bins,
+        }
+
     def save(self, folder: str | Path) -> None:
-        """Write the state into a folder (made if missing), and the schedule as it is now."""
+        """Write the state into a folder (made if missing)."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / STATE_FILE).write_text(json.dumps(self.state_dict()), encoding="utf-8")
-        self.sparse_schedule.save_pretrained(folder)
 
     def load(self, folder: str | Path) -> str | None:
         """

@@ -12,6 +12,7 @@ from peft import LoraConfig
 
 from sparrow_trl import SparrowGRPOConfig
 from sparrow_trl.attention import TeacherForced
+from sparrow_trl.hub.evidence import read_tail
 from sparrow_trl.monitor import AcceptanceHistogram, BatchReport, Scorer, TailMonitor, Verdict
 from sparrow_trl.monitor.callback import TailCallback
 from sparrow_trl.monitor.histogram import TailEstimate
@@ -329,8 +330,15 @@ def test_densify_until_the_sparse_tail_is_back(tmp_path):
     check(trainer.measured[1]["exact"], *expected_rates(tiny_model(), trainer.rollouts[1:2]))
 
 
-@pytest.mark.parametrize("action", ["adapt", "densify"])
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path, action):
+@pytest.mark.parametrize(
+    ("action", "min_tokens", "decided"),
+    [
+        ("adapt", 60, {2}),  # the resumed run starts with other budgets
+        ("adapt", 100, {3}),  # it decides by tokens from before the checkpoint
+        ("densify", 60, set()),
+    ],
+)
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path, action, min_tokens, decided):
     options = {
         "max_steps": 6,
         "save_strategy": "steps",
@@ -340,7 +348,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, action):
         "tail_action": action,
         "tail_threshold": 0.9,
         "tail_share": 0.5,
-        "tail_min_tokens": 60,  # a bin is looked at every few steps: what is there of it is in the checkpoint
+        "tail_min_tokens": min_tokens,
     }
     whole = make(tmp_path, **options)
     whole.train()
@@ -350,8 +358,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, action):
     assert resumed.rollouts == whole.rollouts[3:]
     assert resumed.rollout_engine.schedule == whole.rollout_engine.schedule
     assert resumed.tail_monitor.state_dict() == whole.tail_monitor.state_dict()
-    steps = {decision.step for decision in whole.tail_monitor.controller.decisions}
-    assert (action == "densify") or (min(steps) < 3 <= max(steps))
+    assert {decision.step for decision in whole.tail_monitor.controller.decisions} == decided
     assert whole.tail_monitor.is_densified == (action == "densify")
     saved = SparsitySchedule.from_pretrained(tmp_path / "checkpoint-3" / "sparrow")
     assert saved.page_size == 4
@@ -386,6 +393,21 @@ def test_pictures(tmp_path):
         path = tmp_path / "sparrow" / f"{name}.png"
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert path.stat().st_size > 5000
+
+
+def test_report_is_what_the_model_card_reads(tmp_path):
+    trainer = run_with(tmp_path, "warn", 0.05)
+    rows, threshold, floor = read_tail(tmp_path)
+    bins, rates = expected_rates(tiny_model(), trainer.rollouts)
+    assert threshold == 0.05
+    assert floor == pytest.approx(1, abs=1e-3)
+    assert [row.first for row in rows] == [16 * index for index in sorted(set(bins.tolist()))]
+    for row in rows:
+        values = rates[bins == row.first // 16]
+        assert (row.last, row.tokens) == (row.first + 15, len(values))
+        assert row.tail == pytest.approx(np.quantile(values, 0.05), abs=2e-3)
+        assert row.mean == pytest.approx(values.mean(), abs=1e-4)
+        assert row.low <= row.tail <= row.high
 
 
 def test_state_is_json(tmp_path):
@@ -442,7 +464,7 @@ BAD = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_bad_options_are_refused_by_name(tmp_path, name, value):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises((ValueError, TypeError), match=name):
         make_config(tmp_path, SparrowGRPOConfig, **{name: value})
 
 
