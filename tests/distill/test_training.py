@@ -333,4 +333,4 @@ def test_without_the_switch_there_is_no_lora(tmp_path):
     trainer = make_trainer(tmp_path, RecordingTrainer)
     assert trainer.distill is None
     trainer.save_model()
-    assert not (tmp_path / "sparrow").exists()
+    assert not (tmp_path / "sparrow" / "adapter").exists()

@@ -174,6 +174,20 @@ def test_gradient_under_autocast():
     assert not torch.equal(exact, rounded)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_under_autocast_with_checkpointing(reentrant):
+    model = policy("plain")
+    adapter = randomise(SparrowAdapter(model, rank=3))
+    samples = sampled(model, adapter)
+    options = {"max_grad_norm": 0.0, "autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16)}
+    expected, _ = gradients_of(model, adapter, samples, DistillLoss(), **options)
+    checkpointed(model, reentrant)
+    found, _ = gradients_of(model, adapter, samples, DistillLoss(), **options)
+    for one, other in zip(found, expected, strict=True):
+        assert other.any()
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+
+
 def test_head_as_a_target_is_off_for_the_teacher():
     model = policy("tied")
     adapter = randomise(SparrowAdapter(model, rank=3, target_modules=["lm_head", "q_proj"]))
