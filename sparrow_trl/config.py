@@ -8,6 +8,8 @@ from typing import Any
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
+from .distill.loss import KL_DIRECTIONS, KL_ESTIMATORS, SAMPLED_ESTIMATORS
+from .monitor import ACTIONS, STATISTICS
 from .processes import warn
 from .rollout.sampler import Sampler
 from .sparsity import DEFAULT_TARGET, SparsitySchedule, is_hub_repo
@@ -67,6 +69,89 @@ class SparrowGRPOConfig(GRPOConfig):
         rollout_check_support (`bool`, *optional*, defaults to `True`):
             Whether to decode a short random prompt when the trainer is built and compare with the model's plain
             forward pass, so that an architecture on which the engine would be wrong is refused.
+
+        > Parameters that control DistillSparse
+
+        distill_sparse (`bool`, *optional*, defaults to `False`):
+            Whether to train a LoRA that is on in rollouts alone, so that the sparse actor comes closer to the dense
+            policy. The policy is trained, evaluated and saved without it. It is stored in the folder `sparrow/adapter`
+            of checkpoints and of the saved model.
+        distill_rank (`int`, *optional*, defaults to `16`):
+            Rank of this LoRA.
+        distill_alpha (`float`, *optional*):
+            Its update is scaled by `distill_alpha / distill_rank`. If `None`, twice the rank.
+        distill_target_modules (`list[str]`, *optional*):
+            Last parts of the names of the layers it adapts. If `None`, all linear layers but the head.
+        distill_learning_rate (`float`, *optional*, defaults to `0.0005`):
+            Learning rate of its own optimizer, an AdamW.
+        distill_warmup_steps (`int`, *optional*, defaults to `5`):
+            Steps of this optimizer over which the learning rate rises; constant afterwards.
+        distill_max_grad_norm (`float`, *optional*, defaults to `1.0`):
+            Norm to which the LoRA's gradient is clipped; `0` turns clipping off.
+        distill_kl (`str`, *optional*, defaults to `"full"`):
+            How the divergence from the dense policy is measured: `"full"` over the whole vocabulary, `"top_k"` over the
+            `distill_top_k` tokens that the policy finds most likely, with all others as one, or estimated from the
+            sampled token alone, `"k1"`, `"k2"` or `"k3"`.
+        distill_kl_direction (`str`, *optional*, defaults to `"forward"`):
+            `"forward"`, the divergence of the actor from the policy, KL(policy || actor), or `"reverse"`.
+        distill_kl_coef (`float`, *optional*, defaults to `1.0`):
+            Weight of the divergence in the LoRA's loss.
+        distill_ppo_coef (`float`, *optional*, defaults to `1.0`):
+            Weight of the policy-gradient term in the LoRA's loss.
+        distill_top_k (`int`, *optional*, defaults to `64`):
+            See `distill_kl`.
+        distill_reuse_teacher (`bool`, *optional*, defaults to `False`):
+            Whether to take the policy's log-probabilities of the sampled tokens from before its update, which are known
+            already, instead of from a forward of the updated policy. Only with `"k1"`, `"k2"` or `"k3"`.
+        distill_every (`int`, *optional*, defaults to `1`):
+            Update the LoRA after every so many generation batches.
+        distill_tokens (`int`, *optional*):
+            Tokens, prompts included, of one update on each process, at most; which sequences, is drawn at random. If
+            `None`, all of the generation batch.
+        distill_steps (`int`, *optional*, defaults to `1`):
+            Optimizer steps of one update, each on its part of the sequences.
+        distill_micro_tokens (`int`, *optional*, defaults to `4096`):
+            Tokens of one forward of the update, at most, but for a longer sequence. Lower it if the update runs out of
+            memory.
+
+        > Parameters that control the tail monitor
+
+        tail_monitor (`bool`, *optional*, defaults to `True`):
+            Whether to measure the acceptance rate of some completions, log its tail, and act when it is too low. It is
+            the overlap of what the sparse actor and the dense policy would sample. Off with a dense schedule.
+        tail_threshold (`float`, *optional*):
+            What the tail (5th percentile) should be at or above in each bin of positions, in `(0, 1)`. If `None`, it is
+            `sparse_target`.
+        tail_action (`str`, *optional*, defaults to `"warn"`):
+            What to do when the tail of a bin is below the threshold, by a confidence interval. Possible values are:
+
+            - `"warn"`: say so, once for each bin.
+            - `"adapt"`: raise the bin's budget at once, and lower it slowly when there is room.
+            - `"densify"`: sample with dense attention until the tail that the schedule has on those completions is back.
+            - `"stop"`: end the training after this step.
+        tail_share (`float`, *optional*, defaults to `0.0625`):
+            Part of the completions that are measured, in `(0, 1]`. Where that is less than one of a batch, one of every
+            few batches is.
+        tail_every (`int`, *optional*, defaults to `1`):
+            Measure every so many generation batches.
+        tail_statistic (`str`, *optional*, defaults to `"auto"`):
+            What is compared with the threshold. `"lower"` is the lower bound from the most likely tokens of both sides,
+            with which the paper's `0.86` was measured; it costs no pass over the model. `"exact"` is the rate over the
+            full vocabulary, which takes one more pass over the measured completions. `"auto"` is `"lower"`, unless the
+            first batch shows that the distributions are too flat for it.
+        tail_top_k (`int`, *optional*, defaults to `20`):
+            How many of the most likely tokens the bounds know of each side.
+        tail_min_tokens (`int`, *optional*, defaults to `400`):
+            New tokens in a bin before it is judged again.
+        tail_confidence (`float`, *optional*, defaults to `0.98`):
+            Confidence of the interval that is compared with the threshold, in `(0, 1)`.
+        tail_floor_every (`int`, *optional*, defaults to `100`):
+            Measured batches from one measurement of the noise floor (the policy against itself, computed another way)
+            to the next.
+        tail_min_budget (`int`, *optional*, defaults to `8`):
+            Scored pages below which `tail_action="adapt"` lowers no budget.
+        tail_max_budget (`int`, *optional*):
+            Scored pages above which `tail_action="adapt"` raises no budget. If `None`, up to all pages.
 
     > [!NOTE]
     > These parameters have default values different from [`~trl.GRPOConfig`]:
@@ -151,6 +236,150 @@ class SparrowGRPOConfig(GRPOConfig):
         },
     )
 
+    # Parameters that control DistillSparse
+    distill_sparse: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to train a LoRA that is on in rollouts alone, so that the sparse actor comes closer to the "
+            "dense policy. The policy is trained, evaluated and saved without it."
+        },
+    )
+    distill_rank: int = field(default=16, metadata={"help": "Rank of the LoRA of `distill_sparse`."})
+    distill_alpha: float | None = field(
+        default=None,
+        metadata={"help": "The LoRA is scaled by `distill_alpha / distill_rank`. If `None`, twice the rank."},
+    )
+    distill_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Last parts of the names of the layers that the LoRA adapts. If `None`, all linear layers but the "
+            "head."
+        },
+    )
+    distill_learning_rate: float = field(
+        default=5e-4, metadata={"help": "Learning rate of the LoRA's own optimizer, an AdamW."}
+    )
+    distill_warmup_steps: int = field(
+        default=5,
+        metadata={"help": "Steps of the LoRA's optimizer over which its learning rate rises; constant afterwards."},
+    )
+    distill_max_grad_norm: float = field(
+        default=1.0, metadata={"help": "Norm to which the LoRA's gradient is clipped; 0 turns clipping off."}
+    )
+    distill_kl: str = field(
+        default="full",
+        metadata={
+            "help": "How the divergence of the sparse actor from the dense policy is measured: 'full' over the whole "
+            "vocabulary, 'top_k' over the policy's most likely tokens, or from the sampled token alone: 'k1', 'k2', "
+            "'k3'.",
+            "choices": list(KL_ESTIMATORS),
+        },
+    )
+    distill_kl_direction: str = field(
+        default="forward",
+        metadata={
+            "help": "'forward', KL(policy || actor), or 'reverse', KL(actor || policy).",
+            "choices": list(KL_DIRECTIONS),
+        },
+    )
+    distill_kl_coef: float = field(default=1.0, metadata={"help": "Weight of the divergence in the LoRA's loss."})
+    distill_ppo_coef: float = field(
+        default=1.0, metadata={"help": "Weight of the policy-gradient term in the LoRA's loss."}
+    )
+    distill_top_k: int = field(default=64, metadata={"help": "How many tokens `distill_kl='top_k'` looks at."})
+    distill_reuse_teacher: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to take the policy's log-probabilities of the sampled tokens from before its update, "
+            "which are known already, instead of from another forward. Only with `distill_kl` 'k1', 'k2' or 'k3'."
+        },
+    )
+    distill_every: int = field(default=1, metadata={"help": "Update the LoRA after every so many generation batches."})
+    distill_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens, prompts included, of one update of the LoRA on each process, at most. If `None`, all of "
+            "the generation batch."
+        },
+    )
+    distill_steps: int = field(
+        default=1,
+        metadata={"help": "Optimizer steps of one update of the LoRA, each on its part of the sequences."},
+    )
+    distill_micro_tokens: int = field(
+        default=4096,
+        metadata={
+            "help": "Tokens of one forward of the LoRA's update, at most, but for a longer sequence. Lower it if the "
+            "update runs out of memory."
+        },
+    )
+
+    # Parameters that control the tail monitor
+    tail_monitor: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether to measure the acceptance rate of some completions, log its tail, and act when it is too "
+            "low. Off with a dense schedule."
+        },
+    )
+    tail_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "What the tail (5th percentile of the acceptance rate) should be at or above in each bin of "
+            "positions, in (0, 1). If `None`, it is `sparse_target`."
+        },
+    )
+    tail_action: str = field(
+        default="warn",
+        metadata={
+            "help": "What to do when the tail of a bin is below the threshold, by a confidence interval: 'warn', "
+            "'adapt' (raise the bin's budget, and lower it slowly when there is room), 'densify' (sample with dense "
+            "attention until it recovers) or 'stop'.",
+            "choices": list(ACTIONS),
+        },
+    )
+    tail_share: float = field(
+        default=0.0625,
+        metadata={
+            "help": "Part of the completions that are measured, in (0, 1]. Where that is less than one of a batch, one "
+            "of every few batches is."
+        },
+    )
+    tail_every: int = field(default=1, metadata={"help": "Measure every so many generation batches."})
+    tail_statistic: str = field(
+        default="auto",
+        metadata={
+            "help": "What is compared with the threshold: 'lower' (the lower bound from the most likely tokens of both "
+            "sides, with which the paper's 0.86 was measured), 'exact' (over the full vocabulary, by one more pass "
+            "over the measured completions) or 'auto' ('lower', unless the distributions are too flat for it).",
+            "choices": list(STATISTICS),
+        },
+    )
+    tail_top_k: int = field(
+        default=20, metadata={"help": "How many of the most likely tokens the bounds know of each side."}
+    )
+    tail_min_tokens: int = field(default=400, metadata={"help": "New tokens in a bin before it is judged again."})
+    tail_confidence: float = field(
+        default=0.98,
+        metadata={"help": "Confidence of the interval that is compared with the threshold, in (0, 1)."},
+    )
+    tail_floor_every: int = field(
+        default=100,
+        metadata={
+            "help": "Measured batches from one measurement of the noise floor (the policy against itself, computed "
+            "another way) to the next."
+        },
+    )
+    tail_min_budget: int = field(
+        default=8, metadata={"help": "Scored pages below which tail_action='adapt' lowers no budget."}
+    )
+    tail_max_budget: int | None = field(
+        default=None,
+        metadata={
+            "help": "Scored pages above which tail_action='adapt' raises no budget. If `None`, up to all pages."
+        },
+    )
+
     def __post_init__(self):
         if isinstance(self.sparse_schedule, SparsitySchedule):
             # A dictionary, so that the configuration can be written as JSON
@@ -177,6 +406,9 @@ class SparrowGRPOConfig(GRPOConfig):
             raise
 
         self._check_rollout_options()
+        if self.distill_sparse:
+            self._check_distill_options()
+        self._check_tail_options()
         if self.sparse_schedule is not None:
             self._check_schedule(self.sparse_schedule)
             self._check_conflicts(self.sparse_schedule)
@@ -210,6 +442,61 @@ class SparrowGRPOConfig(GRPOConfig):
             setattr(self, name, integer(name, getattr(self, name), low=1))
         boolean("rollout_progress_bar", self.rollout_progress_bar, or_none=True)
         boolean("rollout_check_support", self.rollout_check_support)
+
+    def _check_distill_options(self):
+        if self.sparse_schedule is None:
+            raise ValueError(
+                "distill_sparse=True trains the sparse actor, but sparsity is off (sparse_schedule=None). Set a "
+                "schedule, or distill_sparse=False."
+            )
+        for name in ("distill_rank", "distill_every", "distill_steps", "distill_micro_tokens", "distill_top_k"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a positive integer.")
+        if self.distill_tokens is not None and self.distill_tokens < 1:
+            raise ValueError(f"distill_tokens={self.distill_tokens} is below 1; None sets no limit.")
+        for name in (
+            "distill_learning_rate",
+            "distill_warmup_steps",
+            "distill_max_grad_norm",
+            "distill_kl_coef",
+            "distill_ppo_coef",
+        ):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} is not a finite number of at least 0.")
+        for name, choices in (("distill_kl", KL_ESTIMATORS), ("distill_kl_direction", KL_DIRECTIONS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
+        if self.distill_reuse_teacher and self.distill_kl not in SAMPLED_ESTIMATORS:
+            raise ValueError(
+                f"distill_reuse_teacher=True needs distill_kl to be one of {', '.join(SAMPLED_ESTIMATORS)}, not "
+                f"{self.distill_kl!r}: only the log-probabilities of the sampled tokens are known already."
+            )
+        if self.distill_target_modules == []:
+            raise ValueError("distill_target_modules=[] names no layer; None takes all linear layers but the head.")
+
+    def _check_tail_options(self):
+        boolean("tail_monitor", self.tail_monitor)
+        for name, known in (("tail_action", ACTIONS), ("tail_statistic", STATISTICS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(map(repr, known))}.")
+        self.tail_share = fraction("tail_share", self.tail_share)
+        for name in ("tail_threshold", "tail_confidence"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, (bool, str)) or not 0 < value < 1):
+                raise ValueError(f"{name}={value!r} is not a number in (0, 1).")
+        for name, low in (
+            ("tail_every", 1),
+            ("tail_top_k", 1),
+            ("tail_min_tokens", 20),
+            ("tail_floor_every", 1),
+            ("tail_min_budget", 1),
+        ):
+            setattr(self, name, integer(name, getattr(self, name), low=low))
+        if self.tail_max_budget is not None:
+            self.tail_max_budget = integer("tail_max_budget", self.tail_max_budget, low=self.tail_min_budget)
+        if self.tail_monitor and self.tail_threshold is None and self.sparse_target == 1:
+            raise ValueError("sparse_target=1 is no threshold that a tail can meet. Set tail_threshold, in (0, 1).")
 
     def _check_schedule(self, schedule: dict[str, Any] | str):
         # "auto" needs the model, and a repository the network: the trainer resolves those

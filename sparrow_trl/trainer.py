@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from .config import SparrowGRPOConfig
-from .hub.publishing import PublishingTrainer
+from .distilling_trainer import DistillingTrainer
 from .processes import warn
 from .rollout import (
     WITHOUT_SPARSITY,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _UNSHARDED = f"Use DDP, or DeepSpeed ZeRO-1 or ZeRO-2. {WITHOUT_SPARSITY}"
 
 
-class SparrowGRPOTrainer(PublishingTrainer):
+class SparrowGRPOTrainer(DistillingTrainer):
     """
     Trainer for Group Relative Policy Optimization with sparse rollouts.
 
@@ -208,6 +208,8 @@ class SparrowGRPOTrainer(PublishingTrainer):
         if rollout_func is None:
             # Built here, not at the first rollout: what the engine cannot run is refused before any time is spent
             _ = self.rollout_engine
+        self.start_distill(self._schedule)
+        self.start_tail_monitor(self._schedule)
 
     def _calibrate(self, model_name: str) -> SparsitySchedule:
         """The schedule that `sparse_schedule="auto"` finds, on the main process alone."""
@@ -262,6 +264,10 @@ class SparrowGRPOTrainer(PublishingTrainer):
         """The schedule of the next rollout."""
         return self._schedule if self._rollout_engine is None else self._rollout_engine.schedule
 
+    @rollout_schedule.setter
+    def rollout_schedule(self, schedule: SparsitySchedule) -> None:
+        self.rollout_engine.schedule = schedule
+
     def _shows_progress(self) -> bool | None:
         if not self.accelerator.is_main_process:
             return False
@@ -291,9 +297,17 @@ class SparrowGRPOTrainer(PublishingTrainer):
         # From the generator whose state is in every checkpoint, so that a resumed run samples the same tokens. TRL
         # seeds it differently on each process.
         seed = int(torch.randint(2**63 - 1, ()))
+        monitored = self.choose_monitored(len(prompt_ids))
         # One autocast context around the whole rollout: the cast of each weight is cached until it ends
-        with torch.no_grad(), self.accelerator.autocast():
-            output = self.rollout_engine.generate(prompt_ids, self.generation_config, seed=seed)
+        with self.sampling_mode(), torch.no_grad(), self.accelerator.autocast():
+            output = self.rollout_engine.generate(
+                prompt_ids,
+                self.generation_config,
+                seed=seed,
+                top_logprobs=self.args.tail_top_k if monitored else 0,
+                top_logprobs_for=monitored,
+            )
+        self.record_monitored(prompt_ids, output, monitored)
         if self.accelerator.device.type == "cuda":
             # The engine has dropped its KV cache. Give the memory back too: split up by what the backward allocates,
             # its blocks could not hold the next cache.
@@ -305,6 +319,7 @@ class SparrowGRPOTrainer(PublishingTrainer):
         return bool(self._rollout_stats)
 
     def before_batch(self) -> None:
+        super().before_batch()
         self._rollout_stats.clear()  # of a batch that an exception kept from being scored
 
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
@@ -320,6 +335,7 @@ class SparrowGRPOTrainer(PublishingTrainer):
                 "changes most of the loss: the sparse actor is far from the policy. Use a schedule with larger budgets. "
                 "This warning is not repeated; see the metric sparrow/clipped_fraction."
             )
+        super().after_rollout_scored(scored)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.samples_rollouts:

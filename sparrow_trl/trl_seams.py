@@ -5,10 +5,12 @@ package relies on is in this file, and `tests/test_trl_seams.py` checks each of 
 rest of the package sees the public members of [`SeamedGRPOTrainer`] alone.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_context
 
@@ -24,6 +26,8 @@ class ScoredRollout:
     """(B, P), 1 on tokens."""
     completion_ids: torch.Tensor
     """(B, T), int64."""
+    completion_mask: torch.Tensor
+    """(B, T), 1 on the tokens of the completions, tool results included. 0 throughout on masked completions."""
     mask: torch.Tensor
     """(B, T), bool: the tokens that count in the loss. Padding, tool results and masked completions do not."""
     advantages: torch.Tensor
@@ -32,6 +36,14 @@ class ScoredRollout:
     """(B, T), float32: of the sampled tokens, under the actor that sampled them."""
     policy_logprobs: torch.Tensor | None
     """(B, T), float32: of the same tokens, under the policy before its update. None where TRL does not need them."""
+
+
+class _AfterStep(TrainerCallback):
+    def __init__(self, trainer: "SeamedGRPOTrainer"):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.after_step()
 
 
 class SeamedGRPOTrainer(GRPOTrainer):
@@ -46,6 +58,8 @@ class SeamedGRPOTrainer(GRPOTrainer):
 
     samples_rollouts: bool = False
     """Whether [`rollout`] generates the completions instead of TRL."""
+
+    _awaits_policy_pass: bool = False
 
     def rollout(
         self, prompt_ids: list[list[int]], num_generations: int = 1
@@ -72,8 +86,41 @@ class SeamedGRPOTrainer(GRPOTrainer):
     def before_batch(self) -> None:
         """Called on every process before a generation batch is sampled."""
 
+    def around_policy_pass(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, num_tokens: int
+    ) -> AbstractContextManager:
+        """
+        A context in which TRL computes the log-probabilities of a generation batch under the policy, without gradients.
+        It is not entered where TRL does not need them.
+
+        Args:
+            input_ids, attention_mask (`torch.Tensor`):
+                (B, P + T), prompts padded on the left and completions on the right. They go through the model in chunks
+                of rows.
+            num_tokens (`int`):
+                T.
+        """
+        return nullcontext()
+
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         """Called on every process when a generation batch of [`rollout`] is scored, in training and in evaluation."""
+
+    def after_step(self) -> None:
+        """Called on every process after each optimizer step of the policy, before a checkpoint is saved."""
+
+    def save_beside_model(self, folder: str) -> None:
+        """Called on the main process, with the folder of a checkpoint or of the output, when the model is saved."""
+
+    def save_state(self, folder: str) -> None:
+        """Called on the main process, with a checkpoint's folder, when the optimizer is saved."""
+
+    def load_state(self, folder: str) -> None:
+        """Called on every process, with a checkpoint's folder, when training is resumed from it."""
+
+    @property
+    def has_finished_batch(self) -> bool:
+        """Whether all updates of the last generation batch of [`rollout`] are done, as seen between two steps."""
+        return self._step % (self.args.steps_per_generation * self.num_iterations) == 0
 
     def take_over_generation(self, stop_token_ids: list[int]) -> None:
         """
@@ -90,6 +137,7 @@ class SeamedGRPOTrainer(GRPOTrainer):
         self.use_vllm = self.rollout_func is None
         # In "colocate" mode the tool loop asks an engine of vLLM for the context length
         self.vllm_mode = "server"
+        self.add_callback(_AfterStep(self))
 
     @property
     def metrics_mode(self) -> str:
@@ -125,7 +173,11 @@ class SeamedGRPOTrainer(GRPOTrainer):
         return generated
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = super()._generate_and_score_completions(inputs)
+        self._awaits_policy_pass = self.samples_rollouts
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self._awaits_policy_pass = False
         if self.samples_rollouts and self.use_vllm:
             mask = batch["completion_mask"]
             if "tool_mask" in batch:
@@ -135,6 +187,7 @@ class SeamedGRPOTrainer(GRPOTrainer):
                     prompt_ids=batch["prompt_ids"],
                     prompt_mask=batch["prompt_mask"],
                     completion_ids=batch["completion_ids"],
+                    completion_mask=batch["completion_mask"],
                     mask=mask.bool(),
                     advantages=batch["advantages"],
                     actor_logprobs=batch.get("sampling_per_token_logps"),
@@ -142,6 +195,18 @@ class SeamedGRPOTrainer(GRPOTrainer):
                 )
             )
         return batch
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        # With the correction, the first pass over a new batch is the policy's; the reference model's may follow
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        around: AbstractContextManager = nullcontext()
+        if self._awaits_policy_pass and corrects:
+            self._awaits_policy_pass = False
+            around = self.around_policy_pass(input_ids, attention_mask, logits_to_keep)
+        with around:
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
 
     def push_failed(self, error: BaseException) -> None:
         """Called on the main process when an upload during training failed. What was uploaded is on disk."""
@@ -183,3 +248,19 @@ class SeamedGRPOTrainer(GRPOTrainer):
             # A batch generated since, for example for an evaluation, may have decided otherwise than this one
             self.use_vllm = "importance_sampling_ratio" in inputs
         return super()._compute_loss(model, inputs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.samples_rollouts and self.args.should_save:
+            # First, because the files are pushed to the Hub along with the model
+            self.save_beside_model(output_dir or self.args.output_dir)
+        super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.samples_rollouts and self.args.should_save:
+            self.save_state(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.samples_rollouts and checkpoint is not None:
+            self.load_state(checkpoint)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 
+from sparrow_trl.monitor import AcceptanceHistogram
 from tiny import tiny_model
 from training import RecordingTrainer, make_trainer, prompts
 
@@ -40,17 +41,33 @@ def main(output_dir: str) -> None:
         num_iterations=1,
         save_strategy="steps",
         save_steps=2,
+        tail_share=1.0,
+        tail_statistic="lower",
+        tail_min_tokens=40,
+        distill_sparse=True,
+        distill_steps=2,
     )
     assert trainer.accelerator.num_processes == 2
     assert torch.distributed.get_backend() == "gloo"
-    mine = []
+    mine, counts, reduce = [], [], AcceptanceHistogram.reduce
+
+    def recorded(histogram, *args):
+        counts.append(histogram.tokens())
+        reduce(histogram, *args)
+        counts.append(histogram.tokens())
+
+    AcceptanceHistogram.reduce = recorded
     after = trainer.after_rollout_scored
     trainer.after_rollout_scored = lambda scored: (mine.append(ratios_of(scored)), after(scored))
     trainer.train()
 
+    monitors = gather_object([trainer.tail_monitor.state_dict()])
+    counts = gather_object([counts[:2]])
     first_step = gather_object([mine[0].tolist()])
     digests = gather_object([{name: p.double().sum().item() for name, p in model.named_parameters()}])
     bytes_of = gather_object([torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()])
+    lora = torch.cat([p.detach().flatten() for p in trainer.distill.adapter.parameters()])
+    loras = gather_object([lora.numpy().tobytes()])
     completion_ids = gather_object([trainer.rollouts[0 if trainer.accelerator.process_index == 0 else 1][1]])
     if trainer.accelerator.is_main_process:
         initial = torch.cat([p.detach().flatten() for p in tiny_model().parameters()]).numpy().tobytes()
@@ -58,8 +75,12 @@ def main(output_dir: str) -> None:
             "ratios": first_step,
             "equal": bytes_of[0] == bytes_of[1],
             "trained": bytes_of[0] != initial,
+            "equal_loras": loras[0] == loras[1],
+            "trained_lora": any(update.B.any().item() for update in trainer.distill.adapter.updates),
             "digests": digests,
             "completion_ids": completion_ids,
+            "monitors": monitors,
+            "counts": counts,
             "log_history": trainer.state.log_history,
         }
         (Path(output_dir) / "report.json").write_text(json.dumps(report))

@@ -48,6 +48,13 @@ def test_processes_end_with_the_same_parameters(report):
     assert report["digests"][0] == report["digests"][1]
 
 
+def test_processes_end_with_the_same_lora(report):
+    assert report["trained_lora"]
+    assert report["equal_loras"]
+    step = logs_with(report, "sparrow/distill/tokens")[0]
+    assert step["sparrow/distill/tokens"] == sum(len(c) for of_process in report["completion_ids"] for c in of_process)
+
+
 def test_completions_differ_in_length_and_content(report):
     first, second = report["completion_ids"]
     assert len(first) == len(second) == 4
@@ -66,6 +73,18 @@ def test_metrics_are_over_both_processes(report):
     assert step["sparrow/importance_ratio/min"] == pytest.approx(min(ratios), rel=1e-5)
     assert step["sparrow/importance_ratio/max"] == pytest.approx(max(ratios), rel=1e-5)
     assert 0 < step["sparrow/kv_share"] < 1
+
+
+def test_acceptance_rates_are_pooled_over_both_processes(report):
+    first, second = report["monitors"]
+    assert first == second
+    (first_own, first_all), (second_own, second_all) = report["counts"]
+    sampled = [sum(map(len, completions)) for completions in report["completion_ids"]]
+    assert [first_own, second_own] == sampled  # the rollout that no batch holds does not count
+    assert first_all == second_all == sum(sampled)
+    step = logs_with(report, "sparrow/tail_tokens")[0]
+    assert step["sparrow/tail_tokens"] == sum(sampled)
+    assert 0 < step["sparrow/tail"] <= step["sparrow/tail_upper"] <= 1
 
 
 def test_evaluation_and_saving_finish_too(report):

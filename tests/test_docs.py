@@ -68,8 +68,8 @@ def test_schedule_page_lists_the_fields():
 def test_options_named_in_the_docs_exist(page):
     options = {field.name for field in fields(SparrowGRPOConfig)}
     text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"\b((?:sparse|rollout|vllm)_\w+)=?", text):
-        if name not in ("rollout_func", "rollout_engine"):
+    for name in re.findall(r"\b((?:sparse|rollout|vllm|distill)_\w+)=?", text):
+        if name not in ("rollout_func", "rollout_engine", "distill_frozen_policy", "distill_training"):
             known = name in options or f"sparrow/{name}" in text
             assert known, f"{page.name} names the option {name}"
 
@@ -79,10 +79,16 @@ def test_logged_metrics_are_the_documented_ones():
     documented = set()
     for cell in re.findall(r"^\| (`sparrow/.*?) \|", page, re.MULTILINE):
         first, *others = re.findall(r"`([^`]+)`", cell)
-        documented |= {first, *(first.rpartition("/")[0] + other for other in others)}
-    source = (ROOT / "sparrow_trl" / "rollout_metrics.py").read_text(encoding="utf-8")
-    logged = {f"sparrow/{name}" for name in re.findall(r'metrics\["([\w/]+)"\] =', source)}
-    assert len(logged) >= 8
+        documented.add(first)
+        documented |= {first.rpartition("/")[0] + other if other.startswith("/") else other for other in others}
+    sources = ("rollout_metrics.py", "distill/update.py", "monitor/tail_monitor.py")
+    source = "".join((ROOT / "sparrow_trl" / name).read_text(encoding="utf-8") for name in sources)
+    logged = set()
+    for name in re.findall(r'metrics\[f?"([\w/{}]+)"\] =', source):
+        name = name.replace("bin_{index}", "bin_0")  # standing for every bin
+        bounds = ("lower", "upper") if "{name}" in name else ("",)
+        logged |= {f"sparrow/{name.replace('{name}', bound)}" for bound in bounds}
+    assert len(logged) >= 30
     assert documented == logged
 
 

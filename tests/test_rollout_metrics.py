@@ -23,6 +23,7 @@ def scored(ratios, mask=None, prompt_length=3) -> ScoredRollout:
         prompt_ids=torch.ones(len(ratios), prompt_length, dtype=torch.long),
         prompt_mask=torch.ones(len(ratios), prompt_length, dtype=torch.long),
         completion_ids=torch.ones_like(ratios, dtype=torch.long),
+        completion_mask=torch.ones_like(mask),
         mask=mask.bool(),
         advantages=torch.zeros(len(ratios)),
         actor_logprobs=actor,

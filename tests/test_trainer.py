@@ -98,6 +98,7 @@ def test_metrics_are_plain_numbers(sparse_run):
         "sparrow/rollout_tokens_per_second",
         "sparrow/preemptions",
         "sparrow/pages_peak",
+        "sparrow/budget/bin_0",
     }
     for entry in sparse_run.state.log_history:
         for name in found & set(entry):

@@ -42,6 +42,15 @@ def methods_that_use(attribute: str) -> set[str]:
     return users
 
 
+def methods_that_call(owner, name: str) -> set[str]:
+    """The methods of a class that call `self.<name>`."""
+    found = set()
+    for method in source_tree(owner).body[0].body:
+        if isinstance(method, ast.FunctionDef) and f"self.{name}(" in ast.unparse(method):
+            found.add(method.name)
+    return found
+
+
 OVERRIDDEN = {
     "_generate_single_turn": [
         "self",
@@ -57,6 +66,8 @@ OVERRIDDEN = {
     # Of the trainer of transformers:
     "_push_from_checkpoint": ["self", "checkpoint_folder"],
     "_finish_current_push": ["self"],
+    "_save_optimizer_and_scheduler": ["self", "output_dir"],
+    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
 }
 
 
@@ -70,7 +81,41 @@ def test_overridden_method_has_the_same_parameters(name):
 
 def test_seams_override_no_other_private_method():
     overridden = {name for name in vars(SeamedGRPOTrainer) if name.startswith("_") and not name.startswith("__")}
-    assert overridden == set(OVERRIDDEN)
+    overridden -= {"_awaits_policy_pass"}  # an attribute of ours
+    assert overridden == {*OVERRIDDEN, "_get_per_token_logps_and_entropies"}
+
+
+def test_pass_over_a_batch_takes_the_batch_first():
+    """We pass on what follows as it comes."""
+    found = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    assert found[:5] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"], f"{ADVICE}{found}"
+
+
+def test_first_pass_over_a_batch_is_the_policys_where_there_is_a_correction():
+    tree = source_tree(GRPOTrainer._generate_and_score_completions)
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._get_per_token_logps_and_entropies"
+    ]
+    first = min(calls, key=lambda call: call.lineno)
+    conditions = [
+        ast.unparse(node.test)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and any(child is first for part in node.body for child in ast.walk(part))
+    ]
+    assert ast.unparse(first.args[0]) == "self.model"
+    assert len(conditions) == 1
+    assert conditions[0].endswith("or (self.use_vllm and self.vllm_importance_sampling_correction)"), (
+        f"{ADVICE}the policy's log-probabilities are computed if {conditions}."
+    )
+
+
+def test_fused_head_calls_the_backbone_with_its_hooks():
+    """The hidden states of the policy's pass are taken by a forward hook."""
+    source = inspect.getsource(trl.trainer.utils.add_fused_lm_head)
+    assert "getattr(self, backbone_attr)(*args, **kwargs)" in source, f"{ADVICE}the fused head is called differently."
+    assert 'backbone_attr = "base_model"' in source
 
 
 def test_generation_of_a_turn_returns_ids_and_logprobs():
@@ -111,6 +156,8 @@ USES = {
     "_last_loaded_step": {"__init__", "_generate_single_turn", "_generate"},
     "eos_token_ids": {"__init__", "_generate_single_turn", "_generate", "_generate_and_score_completions"},
     "generation_config": {"__init__", "_generate_single_turn"},
+    # Counts the forwards of the training; `has_finished_batch` compares it as `_prepare_inputs` does
+    "_step": {"__init__", "training_step", "_prepare_inputs"},
 }
 
 
@@ -177,6 +224,31 @@ def test_metrics_are_lists_by_mode():
     ), f"{ADVICE}metrics are kept in another way."
     log = ast.unparse(source_tree(GRPOTrainer.log))
     assert "mode = 'train' if self.model.training else 'eval'" in log, f"{ADVICE}log() finds its mode in another way."
+
+
+def test_generation_batches_begin_at_multiples_of_their_forwards():
+    prepare = ast.unparse(source_tree(GRPOTrainer._prepare_inputs))
+    assert "generate_every = self.args.steps_per_generation * self.num_iterations" in prepare, ADVICE
+    assert "if self._step % generate_every == 0 or" in prepare, ADVICE
+    assert "self._step += 1" in ast.unparse(source_tree(GRPOTrainer.training_step)), ADVICE
+
+
+def test_a_model_is_saved_before_its_checkpoint_and_a_checkpoint_loaded_with_its_optimizer():
+    assert list(inspect.signature(GRPOTrainer.save_model).parameters) == ["self", "output_dir", "_internal_call"]
+    save = ast.unparse(source_tree(transformers.Trainer._save_checkpoint))
+    assert "self.save_model(output_dir, _internal_call=True)" in save, ADVICE
+    assert "self._save_optimizer_and_scheduler(output_dir)" in save, ADVICE
+    assert methods_that_call(transformers.Trainer, "_load_optimizer_and_scheduler"), ADVICE
+    # The step's callbacks run after the optimizer and before a checkpoint is saved
+    calls = {}
+    for method in source_tree(transformers.Trainer).body[0].body:
+        text = ast.unparse(method)
+        for name in ("callback_handler.on_step_end(", "self.optimizer.step(", "self._maybe_log_save_evaluate("):
+            if name in text:
+                calls.setdefault(name, []).append((method.name, text.index(name)))
+    (step,) = calls["callback_handler.on_step_end("]
+    assert any(place[0] == step[0] and place[1] < step[1] for place in calls["self.optimizer.step("]), ADVICE
+    assert any(place[0] == step[0] and place[1] > step[1] for place in calls["self._maybe_log_save_evaluate("]), ADVICE
 
 
 def test_uploads_in_the_background_are_kept_as_jobs():

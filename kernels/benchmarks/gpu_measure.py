@@ -309,28 +309,37 @@ def against_batching(sizes: Sizes, device: torch.device, results: Results, secon
 
 def end_to_end(sizes: Sizes, device: torch.device, results: Results, seconds: float) -> None:
     """
-    Whole sparse rollouts of equal lengths. Continuous batching gets as many new tokens as fit into the time that is left,
-    by its speed over the first ones; with fewer tokens it is faster than with all.
+    Whole sparse rollouts of equal lengths, less a short one of the same prompts, so that what a contender does when it
+    starts does not count. Each gets as many new tokens as fit into its share of the time by its speed over the first ones;
+    with fewer tokens it is faster than with all.
     """
     deadline = time.perf_counter() + seconds
     model = make_model(sizes, device, sizes is TINY)
     prompts = draw_prompts(sizes.end_batch, sizes.end_prompt, model.config.vocab_size)
     engine = make_engine(model, schedules(sizes)["sparse"])
     few = max(2, sizes.end_tokens // 128)
-    rollout(engine, prompts, few)
-    speeds = {}
-    taken = rollout(engine, prompts, few).stats.seconds
-    ours = min(sizes.end_tokens, max(few, int(few * 0.45 * (deadline - time.perf_counter()) / taken)))
-    speeds["ours"] = ours * sizes.end_batch / rollout(engine, prompts, ours).stats.seconds
-    batching_seconds(model, prompts[:2], few, seconds)
-    taken = batching_seconds(model, prompts, few, seconds)
-    theirs = min(sizes.end_tokens, max(few, int(few * 0.7 * (deadline - time.perf_counter()) / taken)))
-    speeds["theirs"] = theirs * sizes.end_batch / batching_seconds(model, prompts, theirs, seconds)
+
+    def ours(batch: list[list[int]], num_tokens: int) -> float:
+        return rollout(engine, batch, num_tokens).stats.seconds
+
+    def theirs(batch: list[list[int]], num_tokens: int) -> float:
+        return batching_seconds(model, batch, num_tokens, seconds)
+
+    speeds, lengths = [], []
+    for contender, share in ((ours, 0.45), (theirs, 0.7)):
+        contender(prompts[:2], few)  # compiles
+        short = contender(prompts, few)
+        affordable = few * share * (deadline - time.perf_counter()) / short
+        lengths.append(min(sizes.end_tokens, max(2 * few, int(affordable))))
+        speeds.append((lengths[-1] - few) * sizes.end_batch / (contender(prompts, lengths[-1]) - short))
+    if min(speeds) <= 0:
+        print("The rollouts are too short to tell their speed.", file=sys.stderr)
+        return
     note = (
-        f"{speeds['ours']:,.0f} against {speeds['theirs']:,.0f} tokens/s, batch {sizes.end_batch}, {ours:,} and {theirs:,} "
+        f"{speeds[0]:,.0f} against {speeds[1]:,.0f} tokens/s, batch {sizes.end_batch}, {lengths[0]:,} and {lengths[1]:,} "
         f"new tokens of {sizes.end_tokens:,}"
     )
-    results.add("end to end, against continuous batching", speeds["ours"] / speeds["theirs"], note, **speeds)
+    results.add("end to end, against continuous batching", speeds[0] / speeds[1], note, tokens_per_second=speeds)
 
 
 MEASUREMENTS = {

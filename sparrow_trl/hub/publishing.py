@@ -31,6 +31,10 @@ class PublishingTrainer(SeamedGRPOTrainer):
         """The schedule of the next rollout."""
         raise NotImplementedError
 
+    @rollout_schedule.setter
+    def rollout_schedule(self, schedule: SparsitySchedule) -> None:
+        raise NotImplementedError
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
         if self.samples_rollouts and self.is_world_process_zero():

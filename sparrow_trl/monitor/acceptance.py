@@ -53,6 +53,8 @@ class AcceptanceBounds(NamedTuple):
     """The lower bound from the top-k of both sides: the statistic with which the paper's 0.86 was measured."""
     lower: torch.Tensor
     upper: torch.Tensor
+    exact: torch.Tensor | None = None
+    """The rate itself, where both sides were there in full."""
 
 
 def acceptance_rate(
@@ -83,11 +85,8 @@ def acceptance_rate(
             of_dense, of_sparse = dense[rows], sparse[rows]
             if of_dense.shape != of_sparse.shape:
                 raise ValueError(f"Dense logits {tuple(of_dense.shape)} and sparse {tuple(of_sparse.shape)} differ.")
-            distance = _probabilities(of_dense, temperature)
-            distance -= _probabilities(of_sparse, temperature)
-            # One minus half the L1 distance: the same number, and more of its digits where it is near 1
-            parts.append(1 - distance.abs_().sum(-1) / 2)
-    return _joined(parts).clamp_(0.0, 1.0)
+            parts.append(_overlap(_probabilities(of_dense, temperature), _probabilities(of_sparse, temperature)))
+    return _joined(parts)
 
 
 def top_k_bounds(
@@ -129,10 +128,11 @@ def acceptance_bounds(
     sparse_logprobs: torch.Tensor,
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
+    sparse: Logits | None = None,
 ) -> AcceptanceBounds:
     """
     Bounds of the acceptance rate from full logits of the dense side and the most likely tokens of the sparse one, such
-    as a rollout returns.
+    as a rollout returns; and the rate itself, given full logits of both sides.
 
     Args:
         dense (`torch.Tensor` or [`LazyLogits`]): `(num_tokens, vocab_size)` in any floating dtype.
@@ -140,6 +140,7 @@ def acceptance_bounds(
         sparse_logprobs (`torch.Tensor`): `(num_tokens, k)`, their log-probabilities at the sampling temperature.
         temperature (`float`, *optional*, defaults to `1.0`): sampling temperature.
         chunk_tokens (`int`, *optional*): see [`acceptance_rate`].
+        sparse (`torch.Tensor` or [`LazyLogits`], *optional*): `(num_tokens, vocab_size)`, of the sparse side.
 
     Returns:
         [`AcceptanceBounds`]: `top_k` is what [`top_k_bounds`] gives with the k most likely tokens of both sides; `lower`
@@ -151,7 +152,7 @@ def acceptance_bounds(
             f"There are dense logits of {len(dense)} tokens, but sparse ids of {len(sparse_ids)} and sparse "
             f"log-probabilities of {len(sparse_logprobs)}."
         )
-    top_k, lower, upper = [], [], []
+    top_k, lower, upper, exact = [], [], [], []
     with torch.no_grad():
         for rows in _chunks(dense, chunk_tokens):
             scaled = dense[rows].float()
@@ -167,7 +168,10 @@ def acceptance_bounds(
             top_k.append((smaller * (logits >= kth)).sum(-1))
             lower.append(smaller.sum(-1))
             upper.append(lower[-1] + outside)
-    return AcceptanceBounds(*(_joined(parts).clamp_(0.0, 1.0) for parts in (top_k, lower, upper)))
+            if sparse is not None:
+                exact.append(_overlap(scaled.softmax(-1), _probabilities(sparse[rows], temperature)))
+    of_top_k, of_lower, of_upper = (_joined(parts).clamp_(0.0, 1.0) for parts in (top_k, lower, upper))
+    return AcceptanceBounds(of_top_k, of_lower, of_upper, None if sparse is None else _joined(exact))
 
 
 def top_logprobs(
@@ -210,6 +214,12 @@ def _probabilities(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """A new float32 tensor."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     return scaled.softmax(-1)
+
+
+def _overlap(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+    """The sum of the smaller probabilities; overwrites `dense`."""
+    # One minus half the L1 distance: the same number, and more of its digits where it is near 1
+    return (1 - dense.sub_(sparse).abs_().sum(-1) / 2).clamp_(0.0, 1.0)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import ATTENTION_NAME
 from .packing import packed_linears
@@ -19,7 +20,7 @@ _guard = threading.Lock()
 _locks: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-def _lock_of(model: PreTrainedModel) -> threading.RLock:
+def model_lock(model: PreTrainedModel) -> threading.RLock:
     """The lock of a model, the same whether or not PEFT wraps it."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with _guard:
@@ -43,7 +44,7 @@ def rollout_mode(
     Under autocast, frozen weights are marked as trainable meanwhile: autocast keeps the cast copy of a weight from one
     forward to the next only if it requires a gradient, and would cast the base of a LoRA policy anew at every token.
     """
-    with _lock_of(model):
+    with model_lock(model):
         training = [(module, module.training) for module in model.modules()]
         configs = {
             id(module.config): module.config
@@ -73,3 +74,43 @@ def rollout_mode(
                 parameter.requires_grad_(False)
             for module, flag in training:
                 module.training = flag
+
+
+@contextmanager
+def teacher_forced_mode(model: PreTrainedModel, gradients: bool) -> Iterator[None]:
+    """
+    Evaluation mode and the attention implementation `"sparrow"` for forwards over whole sequences. With `gradients`
+    they are recorded, but not with respect to the model's parameters: those are frozen meanwhile. Afterwards all flags
+    are what they were.
+
+    Gradient checkpointing stays on where the model has it on: its layers checkpoint in training mode alone, so their
+    own flag is set, while the modules in them (dropout, for one) are in evaluation mode.
+    """
+    with rollout_mode(model):
+        checkpointing = [
+            module
+            for module in model.modules()
+            if isinstance(module, GradientCheckpointingLayer) and getattr(module, "gradient_checkpointing", False)
+        ]
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        hook = None
+        try:
+            if gradients:
+                for parameter in trainable:
+                    parameter.requires_grad_(False)
+                for module in checkpointing:
+                    module.training = True
+                if checkpointing:
+                    # Reentrant checkpointing passes gradients on only from inputs that require them
+                    hook = model.get_input_embeddings().register_forward_hook(_require_grad)
+            with torch.set_grad_enabled(gradients):
+                yield
+        finally:
+            if hook is not None:
+                hook.remove()
+            for parameter in trainable:
+                parameter.requires_grad_(True)
+
+
+def _require_grad(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+    output.requires_grad_(True)

@@ -37,8 +37,9 @@ def test_models(name):
         assert found["spills"] == 0, found
         assert found["shared"] <= SHARED_LIMIT[found["target"]], found
         if found["kernel"] in ("score_pages_kernel", "paged_attention_kernel"):
-            # Of a tile of 16 KiB or more, 128 threads copy 8 times 16 bytes or more.
-            assert found["loads"].get("128", 0) >= 8, found
+            # A tile has 16 KiB at least, and four warps copy it 16 bytes at a time.
+            threads = 4 * (64 if found["target"] == "gfx942" else 32)
+            assert found["loads"].get("128", 0) >= (16 << 10) // (16 * threads), found
     assert kernels == {
         "store_kv_kernel", "score_pages_kernel", "select_pages_kernel", "paged_attention_kernel", "merge_splits_kernel"
     }  # fmt: skip

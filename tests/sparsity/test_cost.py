@@ -251,6 +251,18 @@ def test_command_prints_writes_and_draws(capsys, tmp_path):
     assert last["fits"] and [row["page_size"] for row in results["page_sizes"]] == [16, 32, 64, 128]
 
 
+def test_page_sizes_are_compared_at_equal_cost(capsys):
+    """What a larger page saves in landmarks pays for half as many tokens, for a token is a key and a value."""
+    status, out, _ = run(capsys, "--model", str(CONFIGS / "qwen3-1.7b"), "--json", "-", "--chip", "h100")
+    rows = {row["page_size"]: row for row in json.loads(out)["page_sizes"]}
+    assert status == 0 and rows[16]["as_cheap_budget"] == rows[16]["budget"] == 253
+    for page_size in (32, 64, 128):
+        saved = 32768 / 16 - 32768 / page_size
+        kept = 256 * 16 + saved / 2  # sink and recent pages among them
+        always = (-(-16 // page_size) + -(-32 // page_size)) * page_size
+        assert rows[page_size]["as_cheap_budget"] * page_size + always == pytest.approx(kept, abs=1.5 * page_size)
+
+
 def test_command_says_what_does_not_fit(capsys):
     status, out, _ = run(
         capsys, "--model", str(CONFIGS / "qwen3-14b"), "--chip", "l4", "--batch", "1", "--context", "1024"

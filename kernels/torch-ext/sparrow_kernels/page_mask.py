@@ -353,6 +353,7 @@ def choose_pages(
             BLOCK_PAGES=SCORE_PAGES,
             BLOCK_DIM=SCORE_DIMS,
             num_warps=8,
+            num_stages=1,
         )
         block_words = triton.next_power_of_2(num_words)
         page_mask_select_kernel[(blocks * SCORE_TOKENS, num_kv_heads)](

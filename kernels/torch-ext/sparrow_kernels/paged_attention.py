@@ -131,7 +131,7 @@ def paged_attention_kernel(
     )
     start = begin + split * chunk
     stop = tl.minimum(start + chunk, end)
-    if ONE_SPLIT == 0:
+    if ONE_SPLIT == 0:  # noqa: SIM102 (one is known when compiling)
         if start >= end:
             return
 
@@ -335,7 +335,8 @@ def launch_options(
     group = num_heads // num_kv_heads
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
     block_m = max(16, triton.next_power_of_2(max_queries * group))
-    tile_bytes = 32768 if block_m < 64 else 16384
+    # Keys and values of a block: registers hold them where there are no asynchronous copies, or other rows beside them.
+    tile_bytes = 16384 if block_m >= 64 or (capability is not None and capability < 80) else 32768
     block_n = max(16, min(128, tile_bytes // ((block_d + block_dv) * dtype.itemsize)))
     variant = {
         "SPARSE": sparse,
@@ -357,7 +358,7 @@ def launch_options(
             "BLOCK_N": block_n,
             "BLOCK_D": block_d,
             "num_warps": 4 if block_m < 64 else 8,
-            "num_stages": 3,
+            "num_stages": 3 if capability is not None else 2,
         }
     }
     if num_splits > 1:

@@ -32,6 +32,8 @@ TILES = {
     "blackwell": (((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 8, 2)), ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2))),
     "cdna": (((64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2)), ((64, 32, 4, 2), (64, 32, 4, 2), (32, 16, 4, 2))),
 }
+# Of the last kernel up to a head dim of 128, where heads of a group are no power of two: their rows take more registers.
+UNEVEN_TILES = {"hopper": (32, 64, 8, 2), "cdna": (32, 32, 4, 2)}
 
 
 @triton.jit
@@ -317,6 +319,8 @@ def launch_options(
         tiles = dict.fromkeys(KERNELS, (16, 16, 8, 1))
     else:
         tiles = dict(zip(KERNELS, TILES[family][block_dim > 128], strict=True))
+        if group & (group - 1) and block_dim <= 128:
+            tiles[KERNELS[-1]] = UNEVEN_TILES.get(family, tiles[KERNELS[-1]])
     options = {}
     for kernel, (rows, keys, num_warps, num_stages) in tiles.items():
         options[kernel] = {
@@ -396,9 +400,9 @@ class _TeacherForcedAttention(torch.autograd.Function):
         launch = launches["teacher_forced_backward_key_kernel"]
         reader_list = num_readers = delta  # not read without a page choice
         max_blocks = 1
-        if mask is not None:
+        if mask is not None and lists is not None:  # they come together
             if lists.tokens_per_block != launch["BLOCK_M"] // launch["GROUP"]:
-                lists = _lists(mask, cu_seqlens, launch)
+                lists = list_pages(mask, cu_seqlens, launch["PAGE_SIZE"], launch["BLOCK_M"] // launch["GROUP"])
             reader_list, num_readers = list_readers(
                 lists, cu_seqlens, num_tokens, options["page_size"], launch["BLOCK_N"], options["max_seqlen"]
             )
@@ -447,7 +451,7 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 
 def _scalars(options: dict[str, Any]) -> tuple[float, float, int]:
-    return options["scaling"], options["softcap"] or 1.0, options["sliding_window"] or 0
+    return float(options["scaling"]), float(options["softcap"] or 1.0), options["sliding_window"] or 0
 
 
 def why_unsupported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, page_size: int) -> str | None:

@@ -34,7 +34,7 @@ class MeasureOptions:
     check_places: int = 48
     check_tokens: int = 48
     prompt_length: int = 256
-    min_tokens: int = 200
+    min_tokens: int = 100
     confidence: float = 0.90
     temperature: float = 1.0
     seed: int = 0
@@ -138,6 +138,9 @@ def add_tail_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `sparrow tail`."""
     _add_common(parser)
     parser.add_argument("--schedule", required=True, help="a schedule file or folder, a preset, fixed:64, ...")
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="a LoRA of DistillSparse: the tail is measured with it as well as without"
+    )
     parser.add_argument("--out", metavar="DIR", help="folder of the plot, the figures as JSON, and partial results")
     _add_measure(parser)
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ...distill import SparrowAdapter
 from ...embedded import MODEL_NAME, load_smollm2
 from ...rollout import UnsupportedModelError
 from ..schedule import SparsitySchedule
@@ -72,10 +73,25 @@ def tail_main(options: MeasureOptions, args: Namespace, command: list[str]) -> i
     def run(console: Console) -> int:
         schedule = SparsitySchedule.resolve(args.schedule, args.model)
         model, tokenizer = _load(args)
-        report = measure_tail(
-            model, tokenizer, schedule, args.dataset, out=args.out, split=args.split, options=options
-        )
-        reports = {Path(args.schedule).name: report}
+        name = Path(args.schedule).name
+        actors: dict[str, SparrowAdapter | None] = {name: None}
+        if args.adapter is not None:
+            adapter = SparrowAdapter.from_pretrained(model, args.adapter).to(model.device)
+            actors = {f"{name}, without the LoRA": None, f"{name}, with the LoRA": adapter}
+        reports = {
+            label: measure_tail(
+                model,
+                tokenizer,
+                schedule,
+                args.dataset,
+                out=args.out,
+                split=args.split,
+                actor=None if adapter is None else adapter.active,
+                actor_name=None if adapter is None else adapter.fingerprint(),
+                options=options,
+            )
+            for label, adapter in actors.items()
+        }
         for label, measured in reports.items():
             print_tails(label, measured, console)
         if args.out is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from bisect import bisect_right
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -195,7 +196,24 @@ def _page_size_row(shape, schedule, page_size: int, chip, options: CostOptions, 
         "budget": None if sized.is_dense else sized.budget_at(context - 1),
         "kv_bytes": sparse.kv_bytes,
         "speedup": speedup(dense, sparse, chip),
+        "as_cheap_budget": _as_cheap(shape, schedule, sized, context, chip, options.batch, size),
     }
+
+
+def _as_cheap(shape, schedule, sized, context: int, chip: Chip, batch: int, size: int) -> int | None:
+    """The largest budget of the other page size with which a step costs no more than with the schedule itself."""
+    if schedule.is_dense:
+        return None
+    limit = step_cost(shape, schedule, context, batch, size).seconds(chip)
+    budgets = range(-(-context // sized.page_size) + 1)
+    return (
+        bisect_right(
+            budgets,
+            limit,
+            key=lambda b: step_cost(shape, replace(sized, budgets=(b,)), context, batch, size).seconds(chip),
+        )
+        - 1
+    )
 
 
 def _cheapest(shape: ModelShape, chip: Chip, options: CostOptions, size: int) -> list[dict[str, Any]]:
@@ -302,17 +320,22 @@ def print_results(results: dict[str, Any], console: Console) -> None:
 
 def _print_page_sizes(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(title=f"Page sizes at {rows[0]['context']:,} tokens, keeping as many tokens", title_justify="left")
-    for heading in ("page size", "budget", "KV read", "step"):
+    for heading in ("page size", "budget", "tokens", "KV read", "step", "as cheap with tokens"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
             str(row["page_size"]),
             "all" if row["budget"] is None else str(row["budget"]),
+            "all" if row["budget"] is None else f"{row['budget'] * row['page_size']:,}",
             _gigabytes(row["kv_bytes"]),
             f"{row['speedup']:.2f}x",
+            "-" if row["as_cheap_budget"] is None else f"{row['as_cheap_budget'] * row['page_size']:,}",
         )
     console.print(table)
-    console.print("Larger pages choose more coarsely, so as many tokens give a lower tail: compare at an equal tail.")
+    console.print(
+        "Larger pages choose more coarsely, so as many tokens give a lower tail. A page size pays only if its tail with the "
+        "tokens of the last column is higher."
+    )
 
 
 def _print_cheapest(rows: list[dict[str, Any]], target: float, console: Console) -> None:
