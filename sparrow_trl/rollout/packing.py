@@ -41,7 +41,7 @@ def packed_linears(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterato
             if type(module) is torch.nn.Linear
             and module.weight.device.type == "cpu"
             and (dtype or module.weight.dtype) in PACKED_DTYPES
-            and _may_pack(module)
+            and is_plain(module)
         ]
     before = [vars(layer).get("forward") for layer in layers]
     try:
@@ -56,7 +56,8 @@ def packed_linears(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterato
                 layer.forward = forward  # type: ignore[method-assign,assignment]
 
 
-def _may_pack(layer: torch.nn.Linear) -> bool:
+def is_plain(layer: torch.nn.Module) -> bool:
+    """Whether a layer multiplies by its weight as its class says, a low-rank update beside it or not."""
     forward = vars(layer).get("forward")
     if isinstance(forward, UpdatedForward):
         return forward.replaced is None

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from .packing import is_plain
+
 
 def _to_copy(
     model: torch.nn.Module, dtype: torch.dtype | None
@@ -17,7 +19,7 @@ def _to_copy(
         return
     for module in model.modules():
         # Somebody else's forward, for example a head kept in float32, may want the weight as it is.
-        if isinstance(module, (torch.nn.Linear, Conv1D)) and "forward" not in vars(module):
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and is_plain(module):
             for name in ("weight", "bias"):
                 parameter = module._parameters.get(name)
                 if parameter is not None and parameter.dtype == torch.float32:

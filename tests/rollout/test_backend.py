@@ -70,7 +70,7 @@ def test_choice_with_triton(monkeypatch, warnings):
         ({"num_heads": 64}, "at most 16"),
         ({"max_pages": 8256}, "at most 8192"),
         ({}, None),
-        ({"dtype": torch.bfloat16}, None),
+        ({"dtype": torch.float16}, None),
         ({"layers": frozenset({(2, 16, 16), (1, 64, 64)}), "page_size": 32}, None),
     ],
     ids=str,

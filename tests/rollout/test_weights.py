@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from rollouts import engine_of, greedy, random_prompts
+from sparrow_trl.low_rank import LowRankUpdate, UpdatedForward
 from sparrow_trl.rollout import isolation
 from sparrow_trl.rollout.isolation import rollout_mode
 from sparrow_trl.rollout.weights import copied_bytes, rollout_weights
@@ -88,11 +89,16 @@ def test_nothing_is_copied_without_autocast_nor_where_the_forward_is_somebody_el
     model = tiny_model(num_hidden_layers=2)
     with rollout_weights(model, None) as count:
         assert count == 0
+    updated = model.model.layers[1].mlp.up_proj
+    update = LowRankUpdate(64, 128, 2, 1.0, torch.Generator().manual_seed(0), torch.device("cpu"))
+    updated.forward = UpdatedForward(updated, update)
     own = model.lm_head
     own.forward = lambda rows: torch.nn.functional.linear(rows, own.weight)
     with rollout_weights(model, torch.bfloat16):
         assert own.weight.dtype == torch.float32
         assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+        assert updated.weight.dtype == torch.bfloat16 and update.A.dtype == torch.float32
+    assert updated.weight.dtype == torch.float32
     assert copied_bytes(model, None) == 0
 
 
