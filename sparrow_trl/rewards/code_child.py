@@ -168,8 +168,9 @@ def run_judge():
         if entry_point:
             namespace["candidate"] = namespace[entry_point]
         exec(compile(code, "tests.py", "exec"), namespace)
-        if entry_point and "check" in used | set(namespace) and callable(namespace.get("check")):
-            namespace["check"](stand_in(entry_point))
+        check = namespace.get("check")
+        if entry_point and callable(check):
+            check(stand_in(entry_point))
     except BaseException as error:
         message = f"{type(error).__name__}: {str(error)[:1000]}"
         verdict = {"passed": False, "message": message}

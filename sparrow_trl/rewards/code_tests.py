@@ -170,7 +170,9 @@ def run_tests(
 
 
 def _run_calls(sandbox: Sandbox, program: str, tests: CallTests, limits: Limits, total: int) -> Verdict:
-    calls = "".join(json.dumps([tests.fn_name, encode(_arguments(a)), encode({})]) + "\n" for a in tests.inputs[:total])
+    calls = "".join(
+        json.dumps([tests.fn_name, encode(_arguments(a)), encode({})]) + "\n" for a in tests.inputs[:total]
+    )
     outcome = sandbox.start(program, calls, limits, runner=_CHILD + "\nrun_candidate()\n").wait()
     passed, message = 0, ""
     answers = outcome.stdout.splitlines()[1:]
@@ -185,7 +187,13 @@ def _run_calls(sandbox: Sandbox, program: str, tests: CallTests, limits: Limits,
                 message = message or f"test {number}: another value than expected"
         except IndexError:
             message = message or f"test {number}: {_what_happened(outcome)}"
-        except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError):  # it wrote answers by itself, and badly
+        except (
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ):  # it wrote answers by itself, and badly
             message = message or f"test {number}: not an answer"
     return Verdict(passed, total, message, int(outcome.status == "time"))
 
@@ -273,7 +281,9 @@ def _arguments(value: Any) -> tuple[Any, ...]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, Sequence) else str(value)
+    return (
+        value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, Sequence) else str(value)
+    )
 
 
 def _what_happened(outcome: Outcome) -> str:

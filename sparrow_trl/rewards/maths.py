@@ -102,7 +102,11 @@ class MathsReward:
         timeout: float = 5.0,
         workers: int | None = None,
     ):
-        self.solution_column, self.thinking_opened, self.require_boxed = solution_column, thinking_opened, require_boxed
+        self.solution_column, self.thinking_opened, self.require_boxed = (
+            solution_column,
+            thinking_opened,
+            require_boxed,
+        )
         self.verifier = MathVerifier(timeout, workers)
 
     def __call__(

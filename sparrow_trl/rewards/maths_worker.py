@@ -20,7 +20,9 @@ _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorn
 _SPACES = re.compile(r"\\[,;:!> ]|\\q?quad\b|~|\s+")
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?\.?")
 _MIXED = re.compile(r"(?<![\w.}])(-?)(\d+)\s*(?:\\ |\\,|~)?\s*\\[dt]?frac\s*\{?(\d+)\}?\s*\{?(\d+)\}?(?![\w{])")
-_UNIT_TAIL = re.compile(r"(?<=[\d})])\s*(?:\\[,;: ]|~)*\s*\\(?:text|mathrm|textrm|mbox)\s*\{\s*[^{}\d]*\}(?:\^\{?\d\}?)?\s*$")
+_UNIT_TAIL = re.compile(
+    r"(?<=[\d})])\s*(?:\\[,;: ]|~)*\s*\\(?:text|mathrm|textrm|mbox)\s*\{\s*[^{}\d]*\}(?:\^\{?\d\}?)?\s*$"
+)
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}|\\,|\\!,)\d{3})+)(?![\d,])")
 
 _BARE_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)(?!\d)")

@@ -7,6 +7,7 @@ length, not that it ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -167,9 +168,13 @@ class Sandbox:
                 continue
             if outcome.stdout == "isolated\n":
                 return name
-            reasons.append(f"{name}: a program that prints a word ended with {outcome.status!r}: {outcome.stderr[-300:]}")
+            reasons.append(
+                f"{name}: a program that prints a word ended with {outcome.status!r}: {outcome.stderr[-300:]}"
+            )
         raise SandboxUnavailableError(
-            "Untrusted programs cannot be isolated on this machine. " + "; ".join(reasons) + ". Install bubblewrap, or "
+            "Untrusted programs cannot be isolated on this machine. "
+            + "; ".join(reasons)
+            + ". Install bubblewrap, or "
             "allow user namespaces (in a container: the security options seccomp and apparmor)."
         )
 
@@ -272,10 +277,8 @@ class SandboxProcess:
     def kill(self) -> None:
         """End the program and everything that it started."""
         if self._popen.returncode is None:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
     def wait(self) -> Outcome:
         """
@@ -379,11 +382,11 @@ def _wrapper(isolation: str, read_paths: list[str], limits: Limits) -> list[str]
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxUnavailableError("bwrap is not installed")
-    command = [program, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--clearenv"]
+    command = [program, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL", "--clearenv", "--dev", "/dev"]
+    command += ["--size", str(max(limits.file_bytes, 4096)), "--tmpfs", "/tmp"]
     for path in read_paths:
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    size = str(max(limits.file_bytes, 4096))
-    return [*command, "--dev", "/dev", "--size", size, "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    return [*command, "--chdir", "/tmp"]
 
 
 def with_time(limits: Limits, seconds: float) -> Limits:

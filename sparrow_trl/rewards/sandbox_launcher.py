@@ -120,6 +120,7 @@ def prctl(option, *values):
 def syscall(name, *values):
     number = CALLS[name][ARCHITECTURES[platform.machine()][0]]
     arguments = [ctypes.c_long(value) if isinstance(value, int) else value for value in values]
+    assert number is not None, name
     return check(LIBC.syscall(ctypes.c_long(number), *arguments), name)
 
 
@@ -219,6 +220,8 @@ def new_root(spec):
     os.mkdir("/tmp/.old")
     syscall("pivot_root", b"/tmp", b"/tmp/.old")
     os.chdir("/")
+    os.mkdir("/tmp")
+    mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, f"size={max(spec['file_bytes'], 4096)},nr_inodes=256,mode=1777")
     for path in spec["read_paths"]:
         old = "/.old" + path
         if os.path.islink(old):
@@ -228,8 +231,6 @@ def new_root(spec):
             bind(old, path, NOSUID | NODEV)
     for name in ("null", "zero", "random", "urandom"):
         bind(f"/.old/dev/{name}", f"/dev/{name}", NOSUID)
-    os.mkdir("/tmp")
-    mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, f"size={max(spec['file_bytes'], 4096)},nr_inodes=256,mode=1777")
     check(LIBC.umount2(b"/.old", DETACH), "umount2")
     os.rmdir("/.old")
     mount(None, "/", None, BIND | REMOUNT | RDONLY | NOSUID | NODEV)
@@ -284,7 +285,9 @@ def filter_calls(may_fork, may_clone):
 
     for name in DENIED:
         rule(name, (give, 0, 0, deny))
-    rule("clone3", (give, 0, 0, missing))  # its flags lie in memory, out of a filter's sight; glibc falls back to clone
+    rule(
+        "clone3", (give, 0, 0, missing)
+    )  # its flags lie in memory, out of a filter's sight; glibc falls back to clone
     if not may_fork:
         rule("fork", (give, 0, 0, deny))
         rule("vfork", (give, 0, 0, deny))
@@ -337,8 +340,8 @@ def become(spec, other_tasks=0, may_clone=True):
     os.set_inheritable(spec["ready"], False)
     command = spec["command"]
     environment = spec["environment"]
-    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, which execve would keep
-        signal.signal(name, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, which execve would keep
+        signal.signal(number, signal.SIG_DFL)
     for name, (soft, hard) in limits.items():
         highest = resource.getrlimit(name)[1]
         if highest != resource.RLIM_INFINITY:
