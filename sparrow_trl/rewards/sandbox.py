@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
@@ -144,6 +145,9 @@ class Sandbox:
         self.import_paths = [os.path.realpath(path) for path in import_paths]
         self._asked = isolation
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.limits, self._asked, self.import_paths))
 
     @cached_property
     def isolation(self) -> str:
