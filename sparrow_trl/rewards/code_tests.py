@@ -207,7 +207,15 @@ def _run_asserts(sandbox: Sandbox, program: str, tests: AssertTests, limits: Lim
         os.close(answer_write)
         call_read = answer_write = -1
         outcomes: list[Outcome] = []
-        waiter = threading.Thread(target=lambda: outcomes.append(candidate.wait()), daemon=True)
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                outcomes.append(candidate.wait())
+            except BaseException as error:
+                errors.append(error)
+
+        waiter = threading.Thread(target=wait, daemon=True)
         waiter.start()
         try:
             source = json.dumps({"code": tests.code, "entry_point": tests.entry_point, "setup": tests.setup})
@@ -219,6 +227,8 @@ def _run_asserts(sandbox: Sandbox, program: str, tests: AssertTests, limits: Lim
         for descriptor in (call_read, call_write, answer_read, answer_write):
             if descriptor >= 0:
                 os.close(descriptor)
+    if errors:
+        raise errors[0]
     timeouts = int("time" in {judge.status, *(outcome.status for outcome in outcomes)})
     try:
         verdict = json.loads(judge.stderr.rstrip().rpartition("\n")[2]) if judge.ok else {}

@@ -27,7 +27,7 @@ from typing import Any
 
 LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
 ISOLATIONS = ("bubblewrap", "namespaces", "rlimits")
-SETUP_SECONDS = 20.0
+SETUP_SECONDS = 60.0
 """How long the isolation itself may take, on a busy machine."""
 
 # Runs the program that is read from file descriptor 3, as `python program.py` would.

@@ -70,7 +70,7 @@ class MathVerifier:
         self._count = threading.Lock()
         self._started: weakref.WeakSet[_Worker] = weakref.WeakSet()
         self._owner = os.getpid()
-        weakref.finalize(self, _end_all, self._started)
+        weakref.finalize(self, _end_all, self._started, self._owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.timeout, self.workers, self.memory_bytes))
@@ -113,7 +113,7 @@ class MathVerifier:
 
     def close(self) -> None:
         """End the workers. A later comparison starts new ones."""
-        _end_all(self._started)
+        _end_all(self._started, self._owner)
 
 
 class _Worker:
@@ -202,7 +202,9 @@ def _drain(stream: Any) -> None:
             pass
 
 
-def _end_all(workers: weakref.WeakSet[_Worker]) -> None:
+def _end_all(workers: weakref.WeakSet[_Worker], owner: int) -> None:
+    if os.getpid() != owner:  # a fork: they are its parent's
+        return
     for worker in list(workers):
         if worker.is_alive():
             worker.end()

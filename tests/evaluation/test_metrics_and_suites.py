@@ -78,8 +78,6 @@ def test_every_suite_loads(name):
 def test_the_offline_suite_runs():
     suite = evaluate.EvaluationSuite.load(suite_path("offline"))
     model, tokenizer = tiny_model(), tiny_tokenizer()
-    from sparrow_trl.evaluation import Sampling
-
     sampling = Sampling(num_samples=2, max_new_tokens=4)
     results = suite.run(model, tokenizer, sampling=sampling, limit=2)
     assert [result["task_name"] for result in results] == ["offline", "offline_code"]
