@@ -6,7 +6,7 @@ import socket
 import evaluate
 import pytest
 
-from sparrow_trl.evaluation import BENCHMARKS, metric_path, pass_at_k, suite_path
+from sparrow_trl.evaluation import BENCHMARKS, Sampling, metric_path, pass_at_k, suite_path
 from tiny import tiny_model, tiny_tokenizer
 
 
