@@ -3,11 +3,13 @@
 import json
 import socket
 
-import evaluate
 import pytest
 
 from sparrow_trl.evaluation import BENCHMARKS, Sampling, metric_path, pass_at_k, suite_path
 from tiny import tiny_model, tiny_tokenizer
+
+
+evaluate = pytest.importorskip("evaluate")
 
 
 @pytest.fixture(autouse=True)
