@@ -84,6 +84,8 @@ def main(args: argparse.Namespace) -> int:
     from .run import Sampling, evaluate_model, resolve_schedules
 
     console = Console(file=sys.stderr if args.json == "-" else None)
+    if not console.is_terminal:
+        console.width = 140
     decode = [kind.strip() for kind in args.decode.split(",") if kind.strip()]
     try:
         sampling = Sampling(args.num_samples, args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed)

@@ -14,43 +14,36 @@ if TYPE_CHECKING:
 
 
 def table(evaluation: Evaluation) -> Table:
-    """One row a suite: the dense decode, which judges the policy, and beside it the sparse one."""
+    """For each suite a row of the dense decode, which judges the policy, and below it one of the sparse decode."""
+    from rich.box import SIMPLE
     from rich.table import Table
 
-    sparse = any("sparse" in by_decode for by_decode in evaluation.results.values())
-    result = Table(title=f"{evaluation.model} (95 % bootstrap intervals over problems)", title_justify="left")
+    title = f"{evaluation.model}: 95 % bootstrap intervals over problems"
+    result = Table(title=title, title_justify="left", title_style="", box=SIMPLE, padding=(0, 1, 0, 0))
     result.add_column("suite")
-    result.add_column("problems", justify="right")
-    columns = ("accuracy", "pass@k", "exact", "tokens", "cut off")
-    for name in columns:
-        result.add_column(name, justify="right")
-    if sparse:
-        for name in ("sparse accuracy", "sparse - dense", "KV read"):
-            result.add_column(name, justify="right")
+    result.add_column("decode")
+    for name in ("accuracy", "interval", "pass@k", "exact", "tokens", "cut off", "KV read", "minus dense"):
+        result.add_column(name, justify="right", no_wrap=True)
     for name, by_decode in evaluation.results.items():
-        dense = by_decode["dense"]
-        row = [
-            BENCHMARKS[name].title,
-            str(dense["num_problems"]),
-            f"Mean@{dense['num_samples']} {_with_interval(dense['mean'], dense['mean_interval'])}",
-            _best_pass(dense),
-            f"{dense['exact_match']:.3f}" if "exact_match" in dense else "",
-            f"{dense['mean_tokens']:.0f}",
-            f"{dense['unfinished']:.0%}",
-        ]
-        if "sparse" in by_decode:
-            other = by_decode["sparse"]
-            row += [
-                _with_interval(other["mean"], other["mean_interval"]),
-                _with_interval(other["minus_dense"], other["minus_dense_interval"], sign="+"),
-                f"{other['kv_share']:.0%}",
-            ]
-        result.add_row(*row)
+        for kind, numbers in by_decode.items():
+            dense = kind == "dense"
+            result.add_row(
+                f"{BENCHMARKS[name].title}, {numbers['num_problems']} x {numbers['num_samples']}" if dense else "",
+                kind,
+                f"{numbers['mean']:.3f}",
+                _interval(numbers["mean_interval"]),
+                _best_pass(numbers),
+                f"{numbers['exact_match']:.3f}" if "exact_match" in numbers else "",
+                f"{numbers['mean_tokens']:.0f}",
+                f"{numbers['unfinished']:.0%}",
+                f"{numbers['kv_share']:.0%}",
+                "" if dense else f"{numbers['minus_dense']:+.3f} {_interval(numbers['minus_dense_interval'], '+')}",
+            )
     return result
 
 
-def _with_interval(value: float, ends: list[float], sign: str = "") -> str:
-    return f"{value:{sign}.3f} [{ends[0]:{sign}.3f}, {ends[1]:{sign}.3f}]"
+def _interval(ends: list[float], sign: str = "") -> str:
+    return f"{ends[0]:{sign}.3f} to {ends[1]:{sign}.3f}"
 
 
 def _best_pass(results: dict[str, Any]) -> str:
@@ -58,4 +51,4 @@ def _best_pass(results: dict[str, Any]) -> str:
     if not passes:
         return ""
     k = max(passes)
-    return f"@{k} {passes[k]['value']:.3f}"
+    return f"@{k}: {passes[k]['value']:.3f}"

@@ -359,7 +359,7 @@ def summary(batches: Sequence[Mapping[str, Any]], benchmark: Benchmark, seed: in
     seconds = sum(batch["seconds_rollout"] for batch in batches)
     dense = sum(batch["kv_bytes_dense"] for batch in batches)
     result: dict[str, Any] = {
-        **summarise(samples, benchmark.pass_at, seed=seed),
+        **summarise(samples, (*benchmark.pass_at, len(samples[0])), seed=seed),
         "num_problems": len(samples),
         "num_samples": len(samples[0]),
         "unreadable_references": len(by_problem) - len(readable),

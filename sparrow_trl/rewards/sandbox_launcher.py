@@ -446,7 +446,10 @@ def main():
     spec = json.loads(sys.argv[1])
     if "source" in spec:  # the program is file descriptor 3 in every stage
         ready = os.dup(spec["ready"]) if spec["ready"] == 3 else spec["ready"]
-        os.dup2(spec.pop("source"), 3)
+        source = spec.pop("source")
+        os.dup2(source, 3)
+        if source != 3:
+            os.close(source)
         spec["ready"] = ready
         os.set_inheritable(ready, True)
     stages = {"namespaces": in_namespaces, "rlimits": in_limits, "wrapper": under, "inside": become}

@@ -213,8 +213,9 @@ def test_the_command(saved, tmp_path, capsys, monkeypatch):
     status = main([*command, "--schedule", str(schedule), "--json", str(tmp_path / "results.json")])
     captured = capsys.readouterr()
     assert status == 0, captured.err
-    assert "Offline maths" in captured.out and "Mean@2 0.000 [0.000, 0.000]" in captured.out
-    assert "sparse - dense" in captured.out and "offline_code, sparse: 2 of 2" in captured.err
+    assert "Offline maths, 2 x 2" in captured.out and "0.000 to 0.000" in captured.out
+    assert "minus dense" in captured.out and "@2: 0.000" in captured.out
+    assert "offline_code, sparse: 2 of 2" in captured.err
     written = json.loads((tmp_path / "results.json").read_text())
     assert written == json.loads((tmp_path / "out" / "results.json").read_text())
     assert written["results"]["offline"]["sparse"]["settings"]["schedule"]["budgets"] == [1]

@@ -119,7 +119,7 @@ FUNCTION = {
     ),
     "reads the tests in files": (
         "import os\ntext = ''\nfor i in range(3, 64):\n    try: text += os.pread(i, 99999, 0).decode()\n"
-        "    except (OSError, ValueError): pass\ndef double(x): return 2 * x if 'expected' in text else 0"
+        "    except (OSError, ValueError): pass\ndef double(x): return 2 * x if 'double(2' + '1)' in text or '[21]' in text else 0"
     ),
     "prints a verdict": "import os\nos.write(1, b'" + _FAKE + "\\n')\nos.write(2, b'" + _FAKE + "\\n')\nos._exit(0)",
     "writes a verdict everywhere": (

@@ -121,7 +121,8 @@ def test_a_program_with_the_answer_passes(sandbox):
     program = (
         "import sys, math, threading, collections\nsys.setrecursionlimit(10**6)\ndef main(): print(int(input()) * 2)\n"
     )
-    program += "t = threading.Thread(target=main)\nt.start()\nt.join()\n"
+    no_threads = sandbox.isolation == "rlimits" and os.geteuid() == 0  # root's threads are not counted
+    program += "main()" if no_threads else "t = threading.Thread(target=main)\nt.start()\nt.join()\n"
     assert run_tests(sandbox, program, StdioTests(("21\n", "3"), ("42", "6\n"))).ok
 
 
