@@ -167,7 +167,7 @@ class CodeReward:
             stop_early=not self.partial,
         )
         if log_extra is not None:
-            log_extra("tests", [_said(verdict) for verdict in verdicts])
+            log_extra("code_tests", [_said(verdict) for verdict in verdicts])
         if log_metric is not None:
             log_metric("code_timeouts", float(sum(verdict.timeouts for verdict in verdicts if verdict)))
         return [

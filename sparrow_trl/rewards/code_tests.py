@@ -155,7 +155,7 @@ def run_tests(
         return _run_asserts(sandbox, program, tests, limits or sandbox.limits)
     total = len(tests) if max_tests is None else min(max_tests, len(tests))
     if isinstance(tests, CallTests):
-        return _run_calls(sandbox, program, tests, limits or sandbox.limits, total)
+        return _run_calls(sandbox, program, tests, limits or sandbox.limits, total, stop_early)
     passed, timeouts, message = 0, 0, ""
     for number, (given, expected) in enumerate(zip(tests.inputs[:total], tests.outputs, strict=False)):
         outcome = sandbox.run(program, given, limits)
@@ -169,33 +169,43 @@ def run_tests(
     return Verdict(passed, total, message, timeouts)
 
 
-def _run_calls(sandbox: Sandbox, program: str, tests: CallTests, limits: Limits, total: int) -> Verdict:
-    calls = "".join(
-        json.dumps([tests.fn_name, encode(_arguments(a)), encode({})]) + "\n" for a in tests.inputs[:total]
-    )
-    outcome = sandbox.start(program, calls, limits, runner=_CHILD + "\nrun_candidate()\n").wait()
-    passed, message = 0, ""
-    answers = outcome.stdout.splitlines()[1:]
-    for number, expected in enumerate(tests.outputs[:total]):
-        try:
-            answer = json.loads(answers[number])
-            if "value" not in answer:
-                message = message or f"test {number}: {_short(answer.get('raised'))}: {_short(answer.get('text'))}"
-            elif _is_expected(decode(answer["value"]), expected):
-                passed += 1
-            else:
-                message = message or f"test {number}: another value than expected"
-        except IndexError:
+def _run_calls(
+    sandbox: Sandbox, program: str, tests: CallTests, limits: Limits, total: int, stop_early: bool
+) -> Verdict:
+    """
+    All calls in one process; what it could not answer within its limit of time goes to another one, as long as each
+    answers something. So the limit holds for a single call.
+    """
+    passed, timeouts, message = 0, 0, ""
+    number = 0
+    while number < total:
+        inputs = tests.inputs[number:total]
+        calls = "".join(json.dumps([tests.fn_name, encode(_arguments(a)), encode({})]) + "\n" for a in inputs)
+        outcome = sandbox.start(program, calls, limits, runner=_CHILD + "\nrun_candidate()\n").wait()
+        answers = outcome.stdout.split("\n")[1:-1]  # the first line names the functions, the last is not complete
+        for answer in answers[: len(inputs)]:
+            problem = _judge_call(answer, tests.outputs[number])
+            passed += not problem
+            message = message or (problem and f"test {number}: {problem}")
+            number += 1
+            if problem and stop_early:
+                return Verdict(passed, total, message, timeouts)
+        if number < total and not (outcome.status == "time" and answers):
+            timeouts += outcome.status == "time"
             message = message or f"test {number}: {_what_happened(outcome)}"
-        except (
-            ArithmeticError,
-            AttributeError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ):  # it wrote answers by itself, and badly
-            message = message or f"test {number}: not an answer"
-    return Verdict(passed, total, message, int(outcome.status == "time"))
+            number += 1 if outcome.status == "time" and not stop_early else total
+    return Verdict(passed, total, message, timeouts)
+
+
+def _judge_call(answer: str, expected: Any) -> str:
+    """What is wrong with a line that a candidate wrote; empty if nothing is."""
+    try:
+        content = json.loads(answer)
+        if "value" not in content:
+            return f"{_short(content.get('raised'))}: {_short(content.get('text'))}"
+        return "" if _is_expected(decode(content["value"]), expected) else "another value than expected"
+    except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError):  # it wrote that line by itself
+        return "not an answer"
 
 
 def _run_asserts(sandbox: Sandbox, program: str, tests: AssertTests, limits: Limits) -> Verdict:
@@ -298,7 +308,7 @@ def _text(value: Any) -> str:
 
 def _what_happened(outcome: Outcome) -> str:
     if outcome.ok:
-        return f"another output than expected: {_short(outcome.stdout)}"
+        return f"another output than expected, or none: {_short(outcome.stdout)}"
     return f"{outcome.status}, exit status {outcome.returncode}: {outcome.stderr[-300:]}"
 
 

@@ -139,8 +139,7 @@ class MathsReward:
             completions, solutions, thinking_opened=opened, require_boxed=self.require_boxed, verifier=self.verifier
         )
         if log_extra is not None:
-            log_extra("solution", list(solutions))
-            log_extra("comparison", [f"{result.status} {result.detail}".strip() for result in results])
+            log_extra("maths_comparison", [f"{result.status} {result.detail}".strip() for result in results])
         if log_metric is not None:
             log_metric("maths_timeouts", float(sum(result.detail == "timeout" for result in results)))
         return [None if result.status == "unreadable" else float(result.status == "right") for result in results]

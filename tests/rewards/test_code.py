@@ -145,10 +145,10 @@ def test_rewards_as_the_trainer_calls_them():
     )
     assert rewards == [1.0, 0.0, 0.0, 0.0, None]
     assert metrics == {"code_timeouts": 1.0}
-    assert logged["tests"][0] == "2 of 2 passed."
-    assert logged["tests"][1].startswith("1 of 2 passed. test 1: another output")
-    assert logged["tests"][2] == "0 of 2 passed. no program"
-    assert logged["tests"][4] == "no tests"
+    assert logged["code_tests"][0] == "2 of 2 passed."
+    assert logged["code_tests"][1].startswith("1 of 2 passed. test 1: another output")
+    assert logged["code_tests"][2] == "0 of 2 passed. no program"
+    assert logged["code_tests"][4] == "no tests"
 
 
 def test_partial_rewards_and_fewer_tests():
@@ -157,6 +157,18 @@ def test_partial_rewards_and_fewer_tests():
     assert CodeReward(partial=True, max_tests=1)(completions=half, tests=[DOUBLE]) == [1.0]
     calls = json.dumps({"fn_name": "f", "inputs": [[1], [2], [3], [4]], "outputs": [1, 2, 3, 5]})
     assert CodeReward(partial=True)(completions=[block("def f(x): return x")], tests=[calls]) == [0.75]
+
+
+def test_the_limit_of_time_is_that_of_a_single_call():
+    program = "import time\ndef f(x):\n    t = time.process_time()\n    while time.process_time() < t + 0.6: pass\n    return x"
+    reward = CodeReward(limits=Limits(cpu_seconds=1, wall_seconds=10))
+    calls = json.dumps({"fn_name": "f", "inputs": [[1], [2], [3], [4]], "outputs": [1, 2, 3, 4]})
+    assert reward(completions=[block(program)], tests=[calls]) == [1.0]
+    slow = "def f(x):\n    while x == 2: pass\n    return x"
+    partial = CodeReward(limits=Limits(cpu_seconds=1, wall_seconds=10), partial=True)
+    metrics = {}
+    assert partial(completions=[block(slow)], tests=[calls], log_metric=metrics.__setitem__) == [0.75]
+    assert metrics == {"code_timeouts": 1.0}
 
 
 def test_reasoning_that_does_not_end_has_no_program():

@@ -91,7 +91,7 @@ def test_a_hanging_answer_in_a_batch_costs_the_others_nothing():
     )
     assert rewards == [1.0, 0.0, 1.0, 0.0]
     assert metrics == {"maths_timeouts": 1.0}
-    assert logged["comparison"][1].startswith("timeout")
+    assert logged["maths_comparison"][1].startswith("timeout")
     assert reward.verifier.timeouts == 1
 
 
