@@ -22,7 +22,6 @@ def test_a_run_with_all_rewards(tmp_path, conversational):
     trainer.train()
     for name in ("maths_reward", "code_reward", "think_format_reward", "boxed_format_reward"):
         assert logged(trainer, f"rewards/{name}/mean") == [0.0, 0.0]  # a random model has no answer
-    lengths = logged(trainer, "completions/mean_length")
     penalties = logged(trainer, "rewards/soft_overlong_punishment_reward/mean")
     assert len(penalties) == 2 and all(-1.0 <= penalty <= 0.0 for penalty in penalties)
     assert all(
