@@ -24,9 +24,6 @@ def test_a_run_with_all_rewards(tmp_path, conversational):
         assert logged(trainer, f"rewards/{name}/mean") == [0.0, 0.0]  # a random model has no answer
     penalties = logged(trainer, "rewards/soft_overlong_punishment_reward/mean")
     assert len(penalties) == 2 and all(-1.0 <= penalty <= 0.0 for penalty in penalties)
-    assert all(
-        (penalty < 0) == (length > 5) or penalty < 0 for penalty, length in zip(penalties, lengths, strict=True)
-    )
     assert logged(trainer, "maths_timeouts") == [0.0, 0.0]
     assert logged(trainer, "code_timeouts") == [0.0, 0.0]
 
