@@ -10,9 +10,23 @@ import ast
 import builtins
 import json
 import os
+import sys
+import types
 
 
 MOST_ITEMS = 1_000_000  # of an iterator that a function returns
+
+# What sites that ask for a function import for its author.
+USUAL_IMPORTS = """\
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+import bisect, collections, functools, heapq, itertools, math, random, re, string, sys, typing
+"""
 
 
 def encode(value):
@@ -89,7 +103,7 @@ def find_function(namespace, name):
     raise NameError(f"name '{name}' is not defined")
 
 
-def run_candidate():
+def run_candidate(usual_imports=False):
     """Run the program on file descriptor 3, then answer the calls that come on standard input."""
     with os.fdopen(3, "rb") as file:
         source = file.read()
@@ -105,7 +119,11 @@ def run_candidate():
     def failure(error):
         return {"raised": type(error).__name__, "text": str(error)[:1000]}
 
-    namespace = {"__name__": "program", "__builtins__": builtins}
+    module = sys.modules["program"] = types.ModuleType("program")
+    namespace = module.__dict__
+    builtins.exit = builtins.quit = sys.exit  # which the module site would bring
+    if usual_imports:
+        exec(USUAL_IMPORTS, namespace)
     try:
         exec(compile(source, "program.py", "exec"), namespace)
     except BaseException as error:

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def parse_tests(value: Tests | Mapping[str, Any] | str) -> Tests | None:
         if not value.strip():
             return None
         try:
-            value = json.loads(value)
+            value = json.loads(value, parse_int=lambda digits: int(Decimal(digits)))  # int() refuses long texts
         except json.JSONDecodeError as error:
             raise ValueError(f"The tests {_short(value)} are not JSON: {error}.") from error
     if not isinstance(value, Mapping):
@@ -181,7 +182,7 @@ def _run_calls(
     while number < total:
         inputs = tests.inputs[number:total]
         calls = "".join(json.dumps([tests.fn_name, encode(_arguments(a)), encode({})]) + "\n" for a in inputs)
-        outcome = sandbox.start(program, calls, limits, runner=_CHILD + "\nrun_candidate()\n").wait()
+        outcome = sandbox.start(program, calls, limits, runner=_CHILD + "\nrun_candidate(usual_imports=True)\n").wait()
         answers = outcome.stdout.split("\n")[1:-1]  # the first line names the functions, the last is not complete
         for answer in answers[: len(inputs)]:
             problem = _judge_call(answer, tests.outputs[number])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -101,7 +102,11 @@ class Recipe:
 
     def _code(self, row: Mapping[str, Any]) -> dict[str, Any]:
         value = row[self.columns["tests"]]
-        tests = parse_tests(value) if value else None
+        try:
+            tests = parse_tests(value) if value else None
+        except ValueError as error:
+            warnings.warn(f"A problem of {self.dataset_id} is left out: {error}", UserWarning)
+            tests = None
         starter = str(row.get(self.columns.get("starter", ""), "") or "").rstrip()
         instruction = FUNCTION_INSTRUCTION if starter else STDIO_INSTRUCTION
         prompt = instruction.format(problem=str(row[self.columns["problem"]]).strip(), starter=starter)

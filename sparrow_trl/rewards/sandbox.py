@@ -32,10 +32,14 @@ SETUP_SECONDS = 60.0
 
 # Runs the program that is read from file descriptor 3, as `python program.py` would.
 _RUN_PROGRAM = """\
-import os, sys
-with os.fdopen(3, "rb") as file: source = file.read()
-sys.argv[:] = ["program.py"]
-exec(compile(source, "program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+def _program():
+    import builtins, os, sys
+    with os.fdopen(3, "rb") as file:
+        source = file.read()
+    sys.argv[:] = ["program.py"]
+    builtins.exit = builtins.quit = sys.exit  # which the module site would bring
+    return compile(source, "program.py", "exec")
+exec(_program())
 """
 
 
@@ -234,7 +238,7 @@ class Sandbox:
         ready_read, ready_write = os.pipe()
         try:
             read_paths = [*_system_paths(), *self.import_paths]
-            runner = f"import sys; sys.path += {self.import_paths!r}\n{runner or _RUN_PROGRAM}"
+            runner = f"__import__('sys').path.extend({self.import_paths!r})\n{runner or _RUN_PROGRAM}"
             executable = os.path.realpath(sys.executable)
             wrapper = _wrapper(isolation, read_paths, limits)
             spec = {
@@ -246,7 +250,7 @@ class Sandbox:
                 "ready": ready_write,
                 "read_paths": read_paths,
                 "must_read": [executable, sysconfig.get_path("stdlib"), os.__file__],
-                "command": [executable, "-I", "-S", "-B", "-X", "utf8", "-c", runner],
+                "command": [executable, "-I", "-S", "-B", "-X", "utf8", "-X", "int_max_str_digits=0", "-c", runner],
                 "environment": {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"},
             }
             for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):

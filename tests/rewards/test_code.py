@@ -130,6 +130,40 @@ def test_tests_that_cannot_be_read(value, said):
         parse_tests(value)
 
 
+def test_programs_find_what_they_are_used_to():
+    huge = "9" * 6000
+    stdio = [
+        ("n = input()\nprint(n)\nexit()\nprint('more')", "7", "7"),
+        ("print(int(input()) + 1)", huge, "1" + "0" * 6000),
+        ("print(open(0).read()[::-1])", "abc", "cba"),
+        (
+            "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int' = 3\nprint(A().x, __name__)",
+            "",
+            "3 __main__",
+        ),
+    ]
+    for program, given, expected in stdio:
+        tests = json.dumps({"inputs": [given], "outputs": [expected]})
+        assert code_reward(completions=[block(program)], tests=[tests]) == [1.0], program
+    for unknown in ("print(os.sep)", "print(sys.maxsize)", "print(file)"):
+        assert code_reward(completions=[block(unknown)], tests=['{"inputs": [""], "outputs": ["/"]}']) == [0.0]
+    function = "class Solution:\n    def top(self, values: List[int]) -> Optional[int]:\n        return Counter(values).most_common(1)[0][0]"
+    assert code_reward(
+        completions=[block(function)], tests=[json.dumps({"fn_name": "top", "inputs": [[[3, 1, 3]]], "outputs": [3]})]
+    ) == [1.0]
+    record = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\ndef f(x): return A(x).x"
+    assert code_reward(completions=[block(record)], tests=['{"code": "assert f(3) == 3"}']) == [1.0]
+
+
+def test_numbers_of_many_digits_are_read():
+    digits = "7" * 5000
+    tests = parse_tests('{"fn_name": "f", "inputs": [[1]], "outputs": [%s]}' % digits)
+    assert tests.outputs[0] == sum(7 * 10**n for n in range(5000))
+    assert code_reward(
+        completions=[block(f"def f(x): return {digits[:4000]} * 10**1000 + {digits[:1000]}")], tests=[tests]
+    ) == [1.0]
+
+
 def test_rewards_as_the_trainer_calls_them():
     logged, metrics = {}, {}
     messages = [{"role": "assistant", "content": block("print(int(input()) * 2)")}]

@@ -125,6 +125,15 @@ def test_columns_of_polaris_and_taco():
     assert code_reward(completions=programs, tests=[row["tests"] for row in rows]) == [1.0, 1.0]
 
 
+def test_tests_that_cannot_be_read_are_left_out_with_a_warning():
+    rows = [
+        {"question": "?", "input_output": '{"inputs": ["1"], "outputs": []}', "starter_code": ""},
+        {"question": "?", "input_output": '{"inputs": ["1"], "outputs": ["1"]}', "starter_code": ""},
+    ]
+    with pytest.warns(UserWarning, match="A problem of BAAI/TACO is left out: The tests have 1 inputs and 0 outputs"):
+        assert len(get_recipe("taco").prepare(Dataset.from_list(rows))) == 1
+
+
 def test_other_columns_and_streams():
     def rows():
         yield {"question": "1+1?", "final": 2, "more": "x"}
