@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,7 +65,7 @@ def run_programs(
     if max_tests is not None and max_tests < 1:
         raise ValueError(f"max_tests={max_tests} must be at least 1.")
     sandbox = sandbox or shared_sandbox()
-    keys = [(program, repr(test)) for program, test in zip(programs, tests, strict=True)]
+    keys = [(program, pickle.dumps(test)) for program, test in zip(programs, tests, strict=True)]
     jobs = {
         key: (program, test)
         for key, program, test in zip(keys, programs, tests, strict=True)

@@ -142,8 +142,8 @@ def test_programs_find_what_they_are_used_to():
             "3 __main__",
         ),
     ]
-    for program, given, expected in stdio:
-        tests = json.dumps({"inputs": [given], "outputs": [expected]})
+    for program, text, expected in stdio:
+        tests = json.dumps({"inputs": [text], "outputs": [expected]})
         assert code_reward(completions=[block(program)], tests=[tests]) == [1.0], program
     for unknown in ("print(os.sep)", "print(sys.maxsize)", "print(file)"):
         assert code_reward(completions=[block(unknown)], tests=['{"inputs": [""], "outputs": ["/"]}']) == [0.0]
@@ -157,7 +157,7 @@ def test_programs_find_what_they_are_used_to():
 
 def test_numbers_of_many_digits_are_read():
     digits = "7" * 5000
-    tests = parse_tests('{"fn_name": "f", "inputs": [[1]], "outputs": [%s]}' % digits)
+    tests = parse_tests('{"fn_name": "f", "inputs": [[1]], "outputs": [' + digits + "]}")
     assert tests.outputs[0] == sum(7 * 10**n for n in range(5000))
     assert code_reward(
         completions=[block(f"def f(x): return {digits[:4000]} * 10**1000 + {digits[:1000]}")], tests=[tests]
