@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .benchmark.options import RolloutOptions, add_arguments
+from .evaluation.command import add_arguments as add_eval_arguments
 from .sparsity.calibration.options import (
     CalibrationOptions,
     MeasureOptions,
@@ -18,8 +19,6 @@ from .sparsity.calibration.options import (
 )
 from .sparsity.cost.options import CostOptions
 from .sparsity.cost.options import add_arguments as add_cost_arguments
-
-from .evaluation.command import add_arguments as add_eval_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,6 +201,7 @@ def _run_tail(args: argparse.Namespace, argv: list[str]) -> int:
     from .sparsity.calibration.report import tail_main
 
     return tail_main(options, args, ["sparrow", *argv])
+
 
 def _run_eval(args: argparse.Namespace, argv: list[str]) -> int:
     from .evaluation.command import main as run
