@@ -79,6 +79,7 @@ def main(args: argparse.Namespace) -> int:
 
     from ..rewards.sandbox import SandboxUnavailableError
     from ..rollout.support import UnsupportedModelError
+    from ..sparsity.schedule import RECORD_FOLDER
     from .models import load_model
     from .report import table
     from .run import Sampling, evaluate_model, resolve_schedules
@@ -113,6 +114,8 @@ def main(args: argparse.Namespace) -> int:
     except (ImportError, OSError, ValueError) as error:
         return _mistake(error)
     console.print(table(evaluation))
+    if (Path(args.model) / RECORD_FOLDER).is_dir():  # a model that this package trained
+        print(f"for the model card: {evaluation.save_beside_model(args.model)}", file=sys.stderr)
     text = json.dumps(evaluation.to_dict(), indent=2)
     if args.json == "-":
         print(text)

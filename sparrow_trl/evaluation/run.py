@@ -14,7 +14,8 @@ import numpy as np
 
 from ..rewards.text import opens_thinking
 from ..sparsity import SparsitySchedule
-from .benchmarks import Benchmark, find_benchmarks
+from ..sparsity.schedule import RECORD_FOLDER
+from .benchmarks import BENCHMARKS, Benchmark, find_benchmarks
 from .judge import judge
 from .problems import Problem, load_problems
 from .statistics import bootstrap_interval, summarise
@@ -82,7 +83,7 @@ class Sampling:
 @dataclass
 class Evaluation:
     """
-    Results: `results[suite][decode]` as they are in `results.json`. What judges the policy is the dense decode; the sparse
+    Results: `results[suite][decode]`, in `results.json` under `details`. What judges the policy is the dense decode; the sparse
     one shows what the rollout's actor loses.
 
     Args:
@@ -96,8 +97,53 @@ class Evaluation:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values that JSON can hold."""
-        return {"model": self.model, "judged_by": "dense", "settings": self.settings, "results": self.results}
+        """As plain values that JSON can hold: `results`, a list of single numbers, and `details`, all by suite."""
+        return {
+            "model": self.model,
+            "judged_by": "dense",
+            "settings": self.settings,
+            "results": self.rows(),
+            "details": self.results,
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Single numbers with their intervals, as a model card shows them."""
+        rows = []
+        for suite, by_decode in self.results.items():
+            benchmark = BENCHMARKS[suite]
+            for decode, numbers in by_decode.items():
+                values = {f"Mean@{numbers['num_samples']}": (numbers["mean"], numbers["mean_interval"])}
+                for k, number in numbers["pass_at"].items():
+                    if int(k) > 1:
+                        values[f"pass@{k}"] = (number["value"], number["interval"])
+                for metric, (value, (low, high)) in values.items():
+                    rows.append(
+                        {
+                            "suite": benchmark.title,
+                            "dataset": None if benchmark.dataset_id == "bundled" else benchmark.dataset_id,
+                            "metric": metric,
+                            "decode": decode,
+                            "value": value,
+                            "low": low,
+                            "high": high,
+                            "problems": numbers["num_problems"],
+                        }
+                    )
+        return rows
+
+    def save_beside_model(self, folder: str | os.PathLike[str]) -> Path:
+        """
+        Put the numbers into `sparrow/eval.json` of a model's folder, where its card finds them. Those of other suites that
+        are there already stay.
+        """
+        path = Path(folder) / RECORD_FOLDER / "eval.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []
+        rows = self.rows()
+        replaced = {(row["suite"], row["decode"]) for row in rows}
+        kept = [row for row in earlier if (row["suite"], row["decode"]) not in replaced]
+        _write(path, json.dumps({"results": [*kept, *rows]}, indent=2) + "\n")
+        return path
 
 
 def evaluate_model(

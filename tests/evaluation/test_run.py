@@ -8,6 +8,7 @@ import pytest
 from sparrow_trl import RolloutEngine, SparsitySchedule
 from sparrow_trl.cli import main
 from sparrow_trl.evaluation import Sampling, evaluate_model, pass_at_k
+from sparrow_trl.hub.evidence import read_eval
 from sparrow_trl.rollout import RolloutOutput
 from sparrow_trl.rollout.output import RolloutStats
 from tiny import tiny_model, tiny_tokenizer
@@ -132,7 +133,7 @@ def test_a_run_that_was_interrupted_continues_with_the_same_completions(model, t
     run(tmp_path / "cut")
     assert len(calls) == 7  # nothing is left to do
     written = json.loads((tmp_path / "cut" / "results.json").read_text())
-    assert written["results"]["offline"]["dense"]["settings"]["num_samples"] == 2
+    assert written["details"]["offline"]["dense"]["settings"]["num_samples"] == 2
     assert not list((tmp_path / "cut").glob("*.part"))
 
 
@@ -218,9 +219,28 @@ def test_the_command(saved, tmp_path, capsys, monkeypatch):
     assert "offline_code, sparse: 2 of 2" in captured.err
     written = json.loads((tmp_path / "results.json").read_text())
     assert written == json.loads((tmp_path / "out" / "results.json").read_text())
-    assert written["results"]["offline"]["sparse"]["settings"]["schedule"]["budgets"] == [1]
+    assert written["details"]["offline"]["sparse"]["settings"]["schedule"]["budgets"] == [1]
     assert main([*command, "--schedule", str(schedule), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == written
+
+
+def test_numbers_lie_beside_the_model_for_its_card(saved, tmp_path, capsys):
+    folder = tmp_path / "model" / "sparrow"
+    command = ["eval", saved, "--limit", "1", "--num-samples", "2", "--max-new-tokens", "2", "--suite"]
+    assert main([*command, "offline_code"]) == 0
+    assert not folder.exists()  # nothing is put into the folder of a model that was not trained here
+    folder.mkdir()
+    for suite in ("offline_code", "offline", "offline"):
+        assert main([*command, suite]) == 0
+    assert "for the model card: " in capsys.readouterr().err
+    rows = read_eval(tmp_path / "model")
+    assert [(row.suite, row.metric, row.decode, row.value, row.problems) for row in rows] == [
+        ("Offline code", "Mean@2", "dense", 0.0, 1),
+        ("Offline code", "pass@2", "dense", 0.0, 1),
+        ("Offline maths", "Mean@2", "dense", 0.0, 1),
+        ("Offline maths", "pass@2", "dense", 0.0, 1),
+    ]
+    assert all(row.dataset is None and (row.low, row.high) == (0.0, 0.0) for row in rows)
 
 
 @pytest.mark.parametrize(
