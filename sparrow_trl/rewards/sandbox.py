@@ -335,7 +335,9 @@ class SandboxProcess:
                         status = "output"
         if outputs["ready"] != b"R":
             said = outputs["ready"] + b" " + outputs["stderr"][-500:]
-            raise SandboxUnavailableError(said.decode(errors="replace").strip() or "its launcher ended")
+            raise SandboxUnavailableError(
+                said.decode(errors="replace").strip() or "its launcher ended, or took too long"
+            )
         if not status:  # the outputs are closed, which the program may have done and live on
             try:
                 self._popen.wait(max(0.0, deadline - time.monotonic()))
