@@ -46,7 +46,7 @@ STDIO = {
     "writes a huge file": attempt(
         "f = open('/tmp/huge', 'wb')", "for _ in range(64): f.write(b'1' * 2**20)", "f.flush()"
     ),
-    "writes many files": attempt("for i in range(2000): open(f'/tmp/{i}', 'w').write('x' * 4096)"),
+    "writes many files": attempt("for i in range(2000):\n        with open(f'/tmp/{i}', 'w') as f: f.write('x' * 4096)"),
     "opens many files": attempt("x = [open('/dev/null') for _ in range(500)]"),
     "computes one huge number": "print(len(str(9 ** 9 ** 9)))",
     # reaches out
