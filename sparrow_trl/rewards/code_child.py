@@ -121,7 +121,7 @@ def run_candidate(usual_imports=False):
 
     module = sys.modules["program"] = types.ModuleType("program")
     namespace = module.__dict__
-    builtins.exit = builtins.quit = sys.exit  # which the module site would bring
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which the module site would bring
     if usual_imports:
         exec(USUAL_IMPORTS, namespace)
     try:
