@@ -8,7 +8,7 @@ from typing import Any
 _EXPORTS = {
     "BENCHMARKS": "benchmarks",
     "Benchmark": "benchmarks",
-    "Evaluation": "run",
+    "Evaluation": "results",
     "Sampling": "run",
     "bootstrap_interval": "statistics",
     "evaluate_model": "run",

@@ -10,7 +10,7 @@ from .benchmarks import BENCHMARKS
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from .run import Evaluation
+    from .results import Evaluation
 
 
 def table(evaluation: Evaluation) -> Table:
