@@ -52,7 +52,8 @@ def run_programs(
         sandbox (`Sandbox`, *optional*): by default one that the process shares.
         limits (`Limits`, *optional*): for each child process; by default those of the sandbox.
         workers (`int`, *optional*): programs at a time; by default one a core, and no more than 16.
-        max_tests, stop_early: as in `run_tests`.
+        max_tests (`int`, *optional*): run the first so many tests of each only.
+        stop_early (`bool`, *optional*, defaults to `True`): whether the first failure ends the tests of a program.
 
     Returns:
         `list[Verdict | None]`: in the same order; `None` where there are no tests.
