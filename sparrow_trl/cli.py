@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from . import __version__
 from .benchmark.options import RolloutOptions, add_arguments
+from .evaluation.command import add_arguments as add_eval_arguments
 from .sparsity.calibration.options import (
     CalibrationOptions,
     MeasureOptions,
@@ -124,6 +125,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_tail_arguments(tail)
     tail.set_defaults(run=_run_tail, parser=tail)
+
+    evaluation = commands.add_parser(
+        "eval",
+        help="evaluate a model on maths and code, dense and sparse",
+        description="Accuracy of a model on benchmarks, sampled by the rollout engine. Dense decode judges the policy; "
+        "sparse decode beside it shows what the sampler of a sparse rollout loses.",
+    )
+    add_eval_arguments(evaluation)
+    evaluation.set_defaults(run=_run_eval)
     return parser
 
 
@@ -191,6 +201,12 @@ def _run_tail(args: argparse.Namespace, argv: list[str]) -> int:
     from .sparsity.calibration.report import tail_main
 
     return tail_main(options, args, ["sparrow", *argv])
+
+
+def _run_eval(args: argparse.Namespace, argv: list[str]) -> int:
+    from .evaluation.command import main as run
+
+    return run(args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,7 @@
+"""AIME 2025, for `evaluate.EvaluationSuite.load`."""
+
+from sparrow_trl.evaluation.suite import SparrowSuite
+
+
+class Suite(SparrowSuite):
+    benchmarks = ("aime25",)

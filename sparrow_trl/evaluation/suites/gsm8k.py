@@ -1,0 +1,7 @@
+"""GSM8K, for `evaluate.EvaluationSuite.load`."""
+
+from sparrow_trl.evaluation.suite import SparrowSuite
+
+
+class Suite(SparrowSuite):
+    benchmarks = ("gsm8k",)

@@ -1,0 +1,7 @@
+"""MATH-500, for `evaluate.EvaluationSuite.load`."""
+
+from sparrow_trl.evaluation.suite import SparrowSuite
+
+
+class Suite(SparrowSuite):
+    benchmarks = ("math500",)

@@ -1,0 +1,7 @@
+"""MBPP+, for `evaluate.EvaluationSuite.load`."""
+
+from sparrow_trl.evaluation.suite import SparrowSuite
+
+
+class Suite(SparrowSuite):
+    benchmarks = ("mbpp_plus",)
