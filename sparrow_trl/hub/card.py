@@ -171,7 +171,7 @@ def _tail(path: Path, record: RunRecord | None) -> str:
         text += f" Threshold of this run: {threshold:g}."
     if floor is not None:
         text += f" Noise floor, dense against dense: {floor:.3f}."
-    header = ("positions", "tokens", "tail", "95 % interval", "mean")
+    header = ("positions", "tokens", "tail", "confidence interval", "mean")
     lines = [
         (
             f"{row.first:,} to {row.last:,}",
@@ -221,7 +221,7 @@ def _evaluation(rows: list[EvalRow]) -> str:
         for row in rows
     ]
     return "The policy is judged by dense decoding; sparse decoding is shown beside it.\n\n" + table(
-        ("suite", "metric", "decoding", "value", "95 % interval", "problems"), lines
+        ("suite", "metric", "decoding", "value", "confidence interval", "problems"), lines
     )
 
 
