@@ -28,11 +28,11 @@ class Target:
     target: GPUTarget
     family: str
     shared_bytes: int
-    dtype: torch.dtype = torch.bfloat16
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
 
 TARGETS = (
-    Target("sm_75", GPUTarget("cuda", 75, 32), "turing", 64 << 10, torch.float16),  # no bfloat16
+    Target("sm_75", GPUTarget("cuda", 75, 32), "turing", 64 << 10, (torch.float16,)),  # no bfloat16
     Target("sm_80", GPUTarget("cuda", 80, 32), "ampere", 163 << 10),
     Target("sm_86", GPUTarget("cuda", 86, 32), "ampere", 99 << 10),
     Target("sm_90", GPUTarget("cuda", 90, 32), "hopper", 227 << 10),
@@ -44,13 +44,16 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """The attention of models, and their vocabulary."""
+    """The attention of models, and their vocabulary; what follows that is for the sample."""
 
     names: str
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    page_size: int = 16
+    dtype: torch.dtype | None = None
+    options: tuple[tuple[str, Any], ...] = ()  # sliding_window, softcap
 
 
 SHAPES = (
@@ -96,10 +99,7 @@ def compiled_launches(target: Target) -> Iterator[list[Any]]:
 
         return compiled
 
-    checks = import_module("sparrow_kernels.checks")
-    capability = checks.compute_capability
     KernelInterface.__getitem__ = compile_only
-    checks.compute_capability = lambda device: target.target.arch if target.target.backend == "cuda" else None
     # A device of its own for each target: Triton keeps compiled kernels by device.
     driver.set_active(_AbsentDriver(TARGETS.index(target), target.target))
     try:
@@ -107,7 +107,6 @@ def compiled_launches(target: Target) -> Iterator[list[Any]]:
             yield kernels
     finally:
         KernelInterface.__getitem__ = launch
-        checks.compute_capability = capability
         driver._active = previous
 
 
@@ -116,7 +115,6 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-PAGE_SIZE = 16
 CONTEXT, BATCH = 32768, 32
 SELECTED = 256  # pages: the largest budget of the schedules for 32K tokens, with the sink and recent pages
 PACKED, SEQUENCES = 8192, 4  # tokens of a teacher-forced forward
@@ -140,9 +138,9 @@ def select_pages(shape: Shape, dtype: torch.dtype) -> None:
     op.select_pages(
         meta(BATCH, shape.num_heads, shape.head_dim, dtype=dtype),
         landmarks,
-        *_steps(),
+        *_steps(shape),
         meta(BATCH, dtype=torch.int64),
-        page_size=PAGE_SIZE,
+        page_size=shape.page_size,
         sink_pages=1,
         recent_pages=2,
         max_selected=SELECTED,
@@ -163,7 +161,8 @@ def paged_attention(shape: Shape, dtype: torch.dtype) -> None:
         ((), {"sliding_window": 4096}),
         ((), {"query_starts": meta(3, dtype=torch.int32), "max_queries": 16}),
     ):
-        op.paged_attention(query, key_pages, value_pages, *_steps(), *arguments, scaling=0.1, **options)
+        options = {**dict(shape.options), **options}
+        op.paged_attention(query, key_pages, value_pages, *_steps(shape), *arguments, scaling=0.1, **options)
 
 
 def teacher_forced(shape: Shape, dtype: torch.dtype) -> None:
@@ -179,11 +178,12 @@ def teacher_forced(shape: Shape, dtype: torch.dtype) -> None:
             meta(SEQUENCES + 1, **integers),
             meta(SEQUENCES, **integers),
             budgets,
-            page_size=PAGE_SIZE,
+            page_size=shape.page_size,
             sink_pages=1,
             recent_pages=2,
             scaling=0.1,
             max_seqlen=PACKED // SEQUENCES,
+            **dict(shape.options),
         )
         out.sum().backward()
 
@@ -202,11 +202,31 @@ OPS = (store_kv, select_pages, paged_attention, teacher_forced, token_logprobs)
 
 def _pool(shape: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Key pages, value pages and landmarks of one layer."""
-    num_pages = BATCH * CONTEXT // PAGE_SIZE
-    pages = meta(shape.num_kv_heads, num_pages, PAGE_SIZE, shape.head_dim, dtype=dtype)
+    num_pages = BATCH * CONTEXT // shape.page_size
+    pages = meta(shape.num_kv_heads, num_pages, shape.page_size, shape.head_dim, dtype=dtype)
     return pages, pages, meta(shape.num_kv_heads, num_pages, shape.head_dim, dtype=dtype)
 
 
-def _steps() -> tuple[torch.Tensor, torch.Tensor]:
+def _steps(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     """Page table and positions of a decode step."""
-    return meta(BATCH, CONTEXT // PAGE_SIZE, dtype=torch.int64), meta(BATCH, dtype=torch.int64)
+    return meta(BATCH, CONTEXT // shape.page_size, dtype=torch.int64), meta(BATCH, dtype=torch.int64)
+
+
+HEAD_DIMS, PAGE_SIZES = (64, 80, 96, 128, 256), (16, 32, 64)
+SAMPLE_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+SAMPLE_OPTIONS = ((), (("sliding_window", 512),), (("softcap", 50.0),))
+
+
+def sample_cases() -> Iterator[tuple[Callable[[Shape, torch.dtype], None], Target, Shape]]:
+    """
+    Ops at shapes of no model in particular: with each op, every head dim, page size, dtype and option at least once,
+    on changing GPUs.
+    """
+    for i, head_dim in enumerate(HEAD_DIMS):
+        for k, op in enumerate((store_kv, select_pages, paged_attention, teacher_forced)):
+            target = TARGETS[(2 * i + k) % len(TARGETS)]
+            page_size, options = PAGE_SIZES[(i + k) % 3], SAMPLE_OPTIONS[(2 * i + k) % 3]
+            dtype = torch.float16 if target.name == "sm_75" else SAMPLE_DTYPES[(i + k + i // 3) % 3]
+            group = (1, 5, 2, 7, 4)[(i + k) % 5]
+            names = f"head dim {head_dim}, pages of {page_size}, groups of {group}, {dtype}, {dict(options)}"
+            yield op, target, Shape(names, 2 * group, 2, head_dim, 1000, page_size, dtype, options)

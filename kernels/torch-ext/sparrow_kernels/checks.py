@@ -1,7 +1,5 @@
 """Checks of what the Triton ops are given: shapes, dtypes and sizes, on the host and without a look at the device."""
 
-from functools import cache
-
 import torch
 
 
@@ -57,12 +55,3 @@ def check_group(num_heads: int, num_kv_heads: int) -> int:
     divides = num_heads % num_kv_heads == 0
     check(divides, f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads.")
     return num_heads // num_kv_heads
-
-
-@cache
-def compute_capability(device: torch.device) -> int | None:
-    """90 for sm_90 and so on; `None` for what is not an NVIDIA GPU."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -20,8 +21,11 @@ def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 def gpu_family(device: torch.device) -> str:
     """`"turing"`, `"ampere"`, `"hopper"`, `"blackwell"` or `"cdna"`; `"ampere"` for what is no GPU."""
-    if _assumed:
-        return _assumed[-1]
+    return _assumed[-1] if _assumed else _family(device)
+
+
+@cache
+def _family(device: torch.device) -> str:
     if device.type != "cuda":
         return "ampere"
     if torch.version.hip:

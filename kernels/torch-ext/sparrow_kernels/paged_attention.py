@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import checks
 from .checks import MAX_GROUP, check, check_group, check_pool, check_tensor
+from .launch import gpu_family
 
 
 MAX_QUERIES = 16
@@ -325,18 +325,18 @@ def launch_options(
     max_queries: int = 1,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    capability: int | None = None,
+    family: str = "ampere",
 ) -> dict[str, dict]:
     """
     Keyword arguments of each kernel of the op, by kernel name, as they are launched for these shapes. `sparse` says that a
-    page list is given, `packed` that `query_starts` are; `capability` is 90 for sm_90 and so on, `None` elsewhere.
+    page list is given, `packed` that `query_starts` are; `family` is what [`gpu_family`] returns.
     """
     value_dim = value_dim or head_dim
     group = num_heads // num_kv_heads
     block_d, block_dv = triton.next_power_of_2(head_dim), triton.next_power_of_2(value_dim)
     block_m = max(16, triton.next_power_of_2(max_queries * group))
     # Keys and values of a block: registers hold them where there are no asynchronous copies, or other rows beside them.
-    tile_bytes = 16384 if block_m >= 64 or (capability is not None and capability < 80) else 32768
+    tile_bytes = 16384 if block_m >= 64 or family == "turing" else 32768
     block_n = max(16, min(128, tile_bytes // ((block_d + block_dv) * dtype.itemsize)))
     variant = {
         "SPARSE": sparse,
@@ -358,7 +358,7 @@ def launch_options(
             "BLOCK_N": block_n,
             "BLOCK_D": block_d,
             "num_warps": 4 if block_m < 64 else 8,
-            "num_stages": 3 if capability is not None else 2,
+            "num_stages": 2 if family == "cdna" else 3,
         }
     }
     if num_splits > 1:
@@ -468,7 +468,7 @@ def paged_attention(
         max_queries=max_queries,
         sliding_window=sliding_window,
         softcap=softcap,
-        capability=checks.compute_capability(query.device),
+        family=gpu_family(query.device),
     )
     paged_attention_kernel[(num_sequences * num_kv_heads, num_splits)](
         query,
