@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -219,9 +219,11 @@ SAMPLE_OPTIONS = ((), (("sliding_window", 512),), (("softcap", 50.0),))
 
 def sample_cases() -> Iterator[tuple[Callable[[Shape, torch.dtype], None], Target, Shape]]:
     """
-    Ops at shapes of no model in particular: with each op, every head dim, page size, dtype and option at least once,
-    on changing GPUs.
+    What a test compiles, on changing GPUs: with each op every head dim, page size, dtype and option at least once, and one
+    op at the shapes of a model for each GPU.
     """
+    for i, target in enumerate(TARGETS):
+        yield OPS[i % len(OPS)], target, replace(SHAPES[i % len(SHAPES)], dtype=target.dtypes[0])
     for i, head_dim in enumerate(HEAD_DIMS):
         for k, op in enumerate((store_kv, select_pages, paged_attention, teacher_forced)):
             target = TARGETS[(2 * i + k) % len(TARGETS)]

@@ -29,7 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "kernels" / "torch-ext" / "sparrow_kernels"
 sys.path[:0] = [str(SOURCES.parent), str(Path(__file__).parent)]
-os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
 
 from launches import OPS, SHAPES, TARGETS, Shape, Target, compiled_launches, sample_cases  # noqa: E402
 from machine_code import MachineCode, read_machine_code  # noqa: E402
