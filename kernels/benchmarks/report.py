@@ -136,8 +136,8 @@ def to_markdown(rows: list[Row], readings: list[dict[str, Any]]) -> str:
     lines = [
         "Written by `make kernels-report`. Every Triton kernel is compiled with the options, the shapes and the alignment of",
         f"its launches, for {shapes}: pages of 16 tokens, a context of",
-        "32,768, a batch of 32; bfloat16 and float16, on sm_75 float16 alone. What stands here is read from the machine code,",
-        "and is the largest of a kernel's variants. No GPU was asked.",
+        "32,768, a batch of 32. What stands here is read from the machine code, and is the largest of a kernel's variants. No GPU",
+        "was asked.",
         "",
         f"Triton {version('triton')}, sources {source_digest()}.",
         "",
@@ -151,6 +151,8 @@ def to_markdown(rows: list[Row], readings: list[dict[str, Any]]) -> str:
         lines += [
             "",
             f"### {target.name}",
+            "",
+            f"In {' and '.join(str(dtype).removeprefix('torch.') for dtype in target.dtypes)}.",
             "",
             f"| op | kernel | variants | registers | spills | shared (of {limit} KiB) | wide | loads |",
             "|---|---|---|---|---|---|---|---|",
