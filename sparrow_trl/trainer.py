@@ -256,6 +256,7 @@ class SparrowGRPOTrainer(DistillingTrainer):
                 prefill_chunk_size=self.args.rollout_prefill_chunk_size,
                 progress_bar=self._shows_progress(),
                 check_support=self.args.rollout_check_support,
+                decode_backend=self.args.rollout_decode_backend,
             )
         return self._rollout_engine
 

@@ -232,12 +232,6 @@ def test_generate_runs_until_the_longest_row_ends(model, monkeypatch):
         assert all(token == ragged.PAD_TOKEN for token, length in zip(row, lengths, strict=True) if fed > length)
 
 
-def test_generate_is_stopped_in_time(model):
-    """What it has done until then counts, the rows that ended with what they have."""
-    found = ragged.generate(model, [[5, 6, 7]] * 3, [1, 400, 300], limit=0.05)
-    assert found[0] == 1 and 1 <= found[1] == found[2] < 300
-
-
 def test_generate_reports_rows_that_go_on(model, monkeypatch):
     monkeypatch.setattr(
         ragged.RowLimits, "__call__", lambda self, ids, scores: torch.zeros(len(ids), dtype=torch.bool)
@@ -416,19 +410,6 @@ def test_tables_hold_the_measured_numbers(capsys, folder):
         assert f"{row['tokens_per_second']:,.1f}" in err
     assert "each counted once" in err
     assert f"{len(run['checks'])} checks passed" in err
-
-
-def test_a_limited_generate_is_compared_by_its_tokens_until_then(capsys, folder):
-    arguments = ["--model", folder, "--dtype", "float32", "--context", "--no-continuous-batching", "--json", "-"]
-    arguments += [*SHORT[:-1], "400", "--time-limit", "0.2"]
-    status, out, err = bench(capsys, *arguments)
-    assert status == 0
-    generate, dense, _ = json.loads(out)["runs"][0]["rollouts"]["contenders"]
-    steps = int(re.search(r"stopped after 0 s, at step (\d+) of 400", generate["note"])[1])
-    lengths = json.loads(out)["runs"][0]["rollouts"]["lengths"]
-    assert generate["tokens"] == sum(min(length, steps) for length in lengths) < sum(lengths)
-    assert dense["speedup"] == pytest.approx(sum(lengths) / dense["median"] / generate["tokens_per_second"])
-    assert generate["note"] in err
 
 
 def test_results_are_reported_as_they_come(folder):

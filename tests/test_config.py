@@ -20,6 +20,7 @@ OWN_FIELDS = {
     "rollout_prefill_chunk_size",
     "rollout_progress_bar",
     "rollout_check_support",
+    "rollout_decode_backend",
     "tail_monitor",
     "tail_threshold",
     "tail_action",
@@ -211,6 +212,7 @@ def broken_file(tmp_path):
         ({"rollout_memory_fraction": "half"}, ["rollout_memory_fraction='half'", "not a number"]),
         ({"rollout_memory_fraction": float("nan")}, ["rollout_memory_fraction=nan", "(0, 1]"]),
         ({"rollout_check_support": "yes"}, ["rollout_check_support='yes'", "True or False"]),
+        ({"rollout_decode_backend": "cuda"}, ["rollout_decode_backend='cuda'", "'auto', 'host'"]),
         ({"rollout_check_support": None}, ["rollout_check_support=None", "True or False"]),
         ({"rollout_progress_bar": 1}, ["rollout_progress_bar=1", "True or False or None"]),
         (

@@ -709,6 +709,16 @@ def test_support_check_can_be_left_out(tmp_path, monkeypatch):
     assert compared == [True, False]
 
 
+def test_decode_backends_train_alike(tmp_path):
+    runs = []
+    for backend in ("host", "torch"):
+        trainer = make_trainer(tmp_path / backend, RecordingTrainer, max_steps=2, rollout_decode_backend=backend)
+        trainer.train()
+        assert trainer.rollout_engine.decode_backend == backend
+        runs.append(completions(trainer))
+    assert runs[0] == runs[1]
+
+
 def test_auto_takes_the_published_schedule_of_the_model(tmp_path):
     folder = tmp_path / "Qwen3-1.7B"
     tiny_model("qwen3").save_pretrained(folder)

@@ -29,8 +29,8 @@ class RolloutOptions:
         median_length, longest_length (`int`): of the completions.
         repeats (`int`): timed rollouts of each contender; `generate` has one.
         continuous_batching (`bool`): whether transformers' continuous batching takes part in whole rollouts.
-        time_limit (`float`, *optional*): seconds after which a whole rollout of transformers is stopped; by default
-            `generate` is not, and continuous batching after the time of `generate`.
+        time_limit (`float`, *optional*): seconds after which continuous batching is stopped; by default the time of
+            `generate`.
         text (`Path`, *optional*): the text that prompts are cut from; by default the topics of Python's `help()`.
         seed (`int`): seed of lengths and sampling.
     """
@@ -155,6 +155,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=default.time_limit,
         metavar="SECONDS",
-        help="stop a rollout of transformers after so long, and count its tokens until then (default: continuous batching "
-        "after the time of generate)",
+        help="stop continuous batching after so long, and count what it has finished until then (default: the time of "
+        "generate)",
     )

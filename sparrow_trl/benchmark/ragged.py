@@ -45,27 +45,18 @@ def draw_lengths(count: int, median_length: int, longest: int, seed: int) -> lis
 
 
 class RowLimits(StoppingCriteria):
-    """Ends each row of a batch after its own number of new tokens, and all once the time is over; says now and then how
-    far the batch is."""
+    """Ends each row of a batch after its own number of new tokens, and says now and then how far the batch is."""
 
     def __init__(
-        self,
-        prompt_length: int,
-        lengths: list[int],
-        device: torch.device,
-        report: Callable[[str], None] | None,
-        limit: float | None,
+        self, prompt_length: int, lengths: list[int], device: torch.device, report: Callable[[str], None] | None
     ):
         self.prompt_length, self.longest, self.report = prompt_length, max(lengths), report
-        self.deadline = None if limit is None else time.perf_counter() + limit
         self.stop = torch.tensor(lengths, device=device) + prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         new = input_ids.shape[1] - self.prompt_length
         if self.report is not None and new % REPORT_EVERY == 0:
             self.report(f"generate, {new} of {self.longest} steps")
-        if self.deadline is not None and time.perf_counter() > self.deadline:
-            return torch.ones_like(self.stop, dtype=torch.bool)
         return self.stop <= input_ids.shape[1]
 
 
@@ -87,7 +78,6 @@ def generate(
     prompts: list[list[int]],
     lengths: list[int],
     report: Callable[[str], None] | None = None,
-    limit: float | None = None,
 ) -> list[int]:
     """
     transformers' `generate` on the whole batch.
@@ -96,7 +86,6 @@ def generate(
         prompts (`list[list[int]]`): of equal length.
         lengths (`list[int]`): when each row ends.
         report (`Callable[[str], None]`, *optional*): told how far it is.
-        limit (`float`, *optional*): seconds after which it is stopped.
 
     Returns:
         `list[int]`: the tokens of each row. A row that did not turn into padding when it should have counts as long as
@@ -107,13 +96,10 @@ def generate(
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=sampling_config(max(lengths), NO_STOP_TOKEN),
-        stopping_criteria=StoppingCriteriaList([RowLimits(ids.shape[1], lengths, model.device, report, limit)]),
+        stopping_criteria=StoppingCriteriaList([RowLimits(ids.shape[1], lengths, model.device, report)]),
     )
     new = output[:, ids.shape[1] :].tolist()
-    return [
-        min(length, len(row)) if set(row[length:]) <= {PAD_TOKEN} else len(row)
-        for row, length in zip(new, lengths, strict=True)
-    ]
+    return [length if set(row[length:]) <= {PAD_TOKEN} else len(row) for row, length in zip(new, lengths, strict=True)]
 
 
 class OutOfTimeError(Exception):
@@ -198,8 +184,8 @@ def measure_rollouts(
     Args:
         prompts (`list[list[int]]`): one a completion, of equal length.
         lengths (`list[int]`): new tokens of each completion.
-        time_limit (`float`, *optional*): seconds after which those of transformers are stopped; without, continuous
-            batching is after the time of `generate`.
+        time_limit (`float`, *optional*): seconds after which continuous batching is stopped; by default the time of
+            `generate`.
         report (`Callable[[str], None]`): told what is going on, and every result once its checks have passed.
 
     Returns:
@@ -227,7 +213,9 @@ def measure_rollouts(
         label = f"rollouts, {repetition + 1} of {repeats}:"
         if repetition == 0:  # once: it takes longer than all others together
             report(f"{label} generate")
-            base = _generate_row(model, prompts, lengths, time_limit, gate, report)
+            elapsed, found = timed(device, generate, model, prompts, lengths, report)
+            gate.equal("lengths of generate", found, lengths)
+            base = _row("generate", [elapsed], sum(lengths))
             report(f"{label} generate: {base['median']:.1f} s for {base['tokens']:,} tokens")
         if other is not None:
             report(f"{label} continuous batching")
@@ -259,29 +247,6 @@ def _row(name: str, seconds: list[float], tokens: int, base_speed: float | None 
         "tokens_per_second": speed,
         "speedup": 1.0 if base_speed is None else speed / base_speed,
     }
-
-
-def _generate_row(
-    model: PreTrainedModel,
-    prompts: list[list[int]],
-    lengths: list[int],
-    limit: float | None,
-    gate: Gate,
-    report: Callable[[str], None],
-) -> dict[str, Any]:
-    elapsed, found = timed(model.device, generate, model, prompts, lengths, report, limit)
-    steps = max(lengths)
-    stopped = limit is not None and elapsed >= limit and max(found) < steps
-    if stopped:
-        steps = max(found)
-    gate.equal("lengths of generate", found, [min(length, steps) for length in lengths])
-    row = _row("generate", [elapsed], sum(found))
-    if stopped:
-        row["note"] = (
-            f"stopped after {limit:.0f} s, at step {steps} of {max(lengths)}; its tokens per second are those until then, "
-            "when more of its rows were still at work than later"
-        )
-    return row
 
 
 class _ContinuousBatching:

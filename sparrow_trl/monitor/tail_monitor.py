@@ -67,10 +67,10 @@ class TailMonitor:
         every (`int`, *optional*, defaults to `1`): generation batches from a monitored one to the next.
         statistic (`str`, *optional*, defaults to `"auto"`): what is compared with the threshold: one of `STATISTICS`.
         top_k (`int`, *optional*, defaults to `20`): tokens that the bounds know of each distribution.
-        min_tokens, confidence: see [`TailJudge`].
+        min_tokens (`int`), confidence (`float`): see [`TailJudge`].
         floor_every (`int`, *optional*, defaults to `100`): monitored batches from one measurement of the noise floor to
             the next.
-        min_budget, max_budget: see [`ScheduleController`].
+        min_budget (`int`), max_budget (`int`, *optional*): see [`ScheduleController`].
         temperature (`float`, *optional*, defaults to `1.0`): sampling temperature.
         process_index (`int`, *optional*, defaults to `0`): of this process, which monitors sequences of its own.
 

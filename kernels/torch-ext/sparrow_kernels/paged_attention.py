@@ -337,7 +337,8 @@ def launch_options(
     block_m = max(16, triton.next_power_of_2(max_queries * group))
     # Keys and values of a block: registers hold them where there are no asynchronous copies, or other rows beside them.
     tile_bytes = 16384 if block_m >= 64 or family == "turing" else 32768
-    block_n = max(16, min(128, tile_bytes // ((block_d + block_dv) * dtype.itemsize)))
+    fitting = tile_bytes // ((block_d + block_dv) * dtype.itemsize)  # no power of two where the widths differ
+    block_n = max(16, min(128, triton.next_power_of_2(fitting + 1) // 2))
     variant = {
         "SPARSE": sparse,
         "PACKED": packed,

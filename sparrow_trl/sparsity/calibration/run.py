@@ -216,7 +216,8 @@ def measure_tail(
         actor (`Callable`, *optional*): makes a context manager, inside which the sparse actor runs and the dense policy
             does not: for example one that switches an adapter on.
         actor_name (`str`, *optional*): tells its partial results apart from those of others.
-        others: as in [`calibrate_schedule`].
+
+    The other arguments are those of [`calibrate_schedule`].
 
     Returns:
         [`TailReport`].
