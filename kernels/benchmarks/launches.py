@@ -35,7 +35,7 @@ TARGETS = (
     Target("sm_75", GPUTarget("cuda", 75, 32), "turing", 64 << 10, (torch.float16,)),  # no bfloat16
     Target("sm_80", GPUTarget("cuda", 80, 32), "ampere", 163 << 10),
     Target("sm_86", GPUTarget("cuda", 86, 32), "ampere", 99 << 10),
-    Target("sm_90", GPUTarget("cuda", 90, 32), "hopper", 227 << 10, (torch.bfloat16, torch.float16)),
+    Target("sm_90", GPUTarget("cuda", 90, 32), "hopper", 227 << 10),
     Target("sm_100", GPUTarget("cuda", 100, 32), "blackwell", 227 << 10),
     Target("sm_120", GPUTarget("cuda", 120, 32), "ampere", 99 << 10),
     Target("gfx942", GPUTarget("hip", "gfx942", 64), "cdna", 64 << 10),
