@@ -145,15 +145,15 @@ def bytes_of(*tensors: torch.Tensor) -> int:
 
 
 def count_all(shapes: Iterable[Shape]) -> list[Reading]:
-    """Every op at the shapes; models with the same attention are counted once."""
+    """Every op at the shapes, with two KV heads of each; models whose heads are alike are counted once."""
     repair_bfloat16()
     torch.manual_seed(0)
     found: list[Reading] = []
-    alike: dict[tuple[int, int, int], list[Shape]] = {}
+    alike: dict[tuple[int, int], list[str]] = {}
     for shape in shapes:
-        alike.setdefault((shape.num_heads, shape.num_kv_heads, shape.head_dim), []).append(shape)
-    for (heads, kv_heads, head_dim), same in alike.items():
-        shape = Shape(", ".join(one.names for one in same), heads, kv_heads, head_dim, same[0].vocab_size)
+        alike.setdefault((shape.num_heads // shape.num_kv_heads, shape.head_dim), []).append(shape.names)
+    for (group, head_dim), names in alike.items():
+        shape = Shape(", ".join(names), 2 * group, 2, head_dim, VOCAB_SIZE)
         found += [*read_by_decoding(shape), *read_by_teacher_forcing(shape)]
     return found + read_by_logprobs()
 
