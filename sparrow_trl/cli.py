@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--probe", action="store_true", help="load the model, and compare a short decode with it")
     doctor.set_defaults(run=_run_doctor)
 
-    bench = commands.add_parser("bench", help="measure")
+    bench = commands.add_parser("bench", help="measure speed: sparse against dense rollouts")
     benchmarks = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     rollout = benchmarks.add_parser(
         "rollout",

@@ -51,8 +51,8 @@ class SparrowGRPOConfig(GRPOConfig):
               exactly that of [`~trl.GRPOTrainer`].
         sparse_target (`float`, *optional*, defaults to `0.86`):
             Tail of the acceptance rate (its 5th percentile in each bin of positions) that the schedule must keep. It
-            selects among published schedules. The [paper](https://huggingface.co/papers/2606.08446) found training
-            stable at `0.86` and above.
+            selects among published schedules, is what `"auto"` calibrates for, and the default of `tail_threshold`. The
+            [paper](https://huggingface.co/papers/2606.08446) found training stable at `0.86` and above.
 
         > Parameters that control the rollout engine
 
@@ -206,7 +206,8 @@ class SparrowGRPOConfig(GRPOConfig):
         default=DEFAULT_TARGET,
         metadata={
             "help": "Tail of the acceptance rate (its 5th percentile in each bin of positions) that the schedule must "
-            "keep. It selects among published schedules."
+            "keep. It selects among published schedules, is what 'auto' calibrates for, and the default of "
+            "tail_threshold."
         },
     )
 

@@ -75,12 +75,12 @@ class DistillingTrainer(MonitoredTrainer):
             adapter, update, every=args.distill_every, reuse_teacher=args.distill_reuse_teacher
         )
 
-    def actor_mode(self) -> AbstractContextManager:
-        return nullcontext() if self._distill is None else self._distill.sampling(self.rollout_schedule)
+    def actor_mode(self, schedule: SparsitySchedule) -> AbstractContextManager:
+        return nullcontext() if self._distill is None else self._distill.sampling(schedule)
 
     def sampling_mode(self) -> AbstractContextManager:
-        """The context of a rollout. In an evaluation the samples are those of the policy as it is published."""
-        return self.actor_mode() if self.metrics_mode == "train" else nullcontext()
+        """The context of a rollout. In an evaluation the LoRA is off: what is published does not have it."""
+        return self.actor_mode(self.rollout_schedule) if self.metrics_mode == "train" else nullcontext()
 
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         if self._distill is not None and self.metrics_mode == "train" and scored.actor_logprobs is not None:

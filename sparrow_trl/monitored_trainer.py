@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -59,8 +60,8 @@ class MonitoredTrainer(PublishingTrainer):
         self._tail_callback = TailCallback(self._tail_monitor, self.accelerator.is_main_process, args.report_to or [])
         self.add_callback(self._tail_callback)
 
-    def actor_mode(self) -> AbstractContextManager:
-        """A context in which the model is the actor, where the actor has more than the policy."""
+    def actor_mode(self, schedule: SparsitySchedule) -> AbstractContextManager:
+        """A context in which the model is the actor of `schedule`, where the actor has more than the policy."""
         return nullcontext()
 
     def choose_monitored(self, num_sequences: int) -> list[int]:
@@ -95,7 +96,7 @@ class MonitoredTrainer(PublishingTrainer):
                 torch.cat([scored.prompt_mask, scored.completion_mask], dim=1),
                 scored.mask,
                 step=self.state.global_step,
-                sparse_mode=self.actor_mode,
+                sparse_mode=partial(self.actor_mode, self._tail_monitor.sparse_schedule),
                 **self._pooling(),
             )
         if report is None:
@@ -114,6 +115,11 @@ class MonitoredTrainer(PublishingTrainer):
             "total": lambda tensor: accelerator.reduce(tensor.to(device), reduction="sum"),
             "largest": lambda number: int(accelerator.gather(torch.tensor([number], device=device)).max()),
         }
+
+    def save_beside_model(self, folder: str) -> None:
+        super().save_beside_model(folder)
+        if self._tail_monitor is not None:
+            self._tail_callback.write(folder)
 
     def save_state(self, folder: str) -> None:
         super().save_state(folder)

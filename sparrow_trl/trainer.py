@@ -212,9 +212,13 @@ class SparrowGRPOTrainer(DistillingTrainer):
         self.start_tail_monitor(self._schedule)
 
     def _calibrate(self, model_name: str) -> SparsitySchedule:
-        """The schedule that `sparse_schedule="auto"` finds, on the main process alone."""
+        """
+        The schedule that `sparse_schedule="auto"` finds, on the main process alone. The others wait for it, and fail
+        with it.
+        """
         args = self.args
-        found: list[Any] = [None]
+        found: list[Any] = [None, None]  # the schedule, or what kept it from being found
+        failure: Exception | None = None
         if self.accelerator.is_main_process:
             options = CalibrationOptions(
                 target=args.sparse_target,
@@ -222,19 +226,27 @@ class SparrowGRPOTrainer(DistillingTrainer):
                 seed=args.seed,
                 memory_fraction=args.rollout_memory_fraction,
             )
-            with torch.no_grad(), self.accelerator.autocast():
-                schedule = calibrate_for_training(
-                    self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
-                    self.processing_class,
-                    self.train_dataset,
-                    args.output_dir,
-                    name=model_name,
-                    max_completion_length=args.max_completion_length,
-                    options=options,
-                    progress_bar=not args.disable_tqdm,
-                )
-            found = [schedule.to_dict()]
-        return SparsitySchedule.from_dict(broadcast_object_list(found)[0])
+            try:
+                with torch.no_grad(), self.accelerator.autocast():
+                    schedule = calibrate_for_training(
+                        self.accelerator.unwrap_model(self.model, keep_torch_compile=False),
+                        self.processing_class,
+                        self.train_dataset,
+                        args.output_dir,
+                        name=model_name,
+                        max_completion_length=args.max_completion_length,
+                        options=options,
+                        progress_bar=not args.disable_tqdm,
+                    )
+                found[0] = schedule.to_dict()
+            except Exception as error:
+                failure, found[1] = error, f"{type(error).__name__}: {error}"
+        found = broadcast_object_list(found)
+        if failure is not None:
+            raise failure
+        if found[1] is not None:
+            raise RuntimeError(f"sparse_schedule='auto': the calibration on the main process failed: {found[1]}")
+        return SparsitySchedule.from_dict(found[0])
 
     @property
     def rollout_engine(self) -> RolloutEngine:

@@ -227,6 +227,8 @@ class SeamedGRPOTrainer(GRPOTrainer):
             return super()._push_from_checkpoint(checkpoint_folder)
         self.report_failed_pushes()
         try:
+            if self.is_world_process_zero():
+                self.save_beside_model(self.args.output_dir)  # where the files of the model are copied to
             if self.hub_model_id is None and self.is_world_process_zero():
                 self.init_hf_repo()  # there was no network when the training started
             if self.hub_model_id is not None or not self.is_world_process_zero():

@@ -16,7 +16,7 @@ from loopback_hub import TOKEN, USER, LoopbackHub
 from sparrow_trl import SparsitySchedule
 from sparrow_trl.cli import main
 from sparrow_trl.hub import PushError, RunRecord, make_card, push_folder, reproduce_command
-from sparrow_trl.hub.record import average_metrics
+from sparrow_trl.hub.record import average_metrics, public_config
 from sparrow_trl.sparsity import SCHEDULE_FILE
 from tiny import tiny_model
 from training import SPARSE, make_trainer
@@ -278,7 +278,9 @@ def test_push_leaves_out_what_resumes_a_run(hub, tmp_path):
     trainer.train()
     assert main(["push", str(tmp_path / "out" / "checkpoint-1"), REPO, "--private"]) == 0
     assert "model.safetensors" in hub.files[REPO] and "sparrow/run.json" in hub.files[REPO]
-    assert not [path for path in hub.files[REPO] if path.startswith(("optimizer", "scheduler", "rng_state"))]
+    assert (tmp_path / "out" / "checkpoint-1" / "sparrow" / "monitor.json").is_file()
+    state = ("optimizer", "scheduler", "rng_state", "sparrow/monitor", "sparrow/distill")
+    assert not [path for path in hub.files[REPO] if path.startswith(state)]
 
 
 @pytest.mark.parametrize(
@@ -349,6 +351,17 @@ def test_local_paths_do_not_become_metadata(saved):
 def test_reproduce_command(argv, num_processes, expected, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert reproduce_command(argv, num_processes) == expected
+
+
+def test_reproduce_command_tells_no_token(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    argv = ["x.py", "--hub_token", "hf_a", "--token=hf_b", "--hub-token", "hf_c", "--lr", "1"]
+    assert reproduce_command(argv) == "python x.py --lr 1"
+
+
+def test_public_config_looks_into_nested_options():
+    config = {"seed": 1, "hub_token": "hf_a", "model_init_kwargs": {"token": "hf_b", "dtype": "float32"}}
+    assert public_config(config) == {"seed": 1, "model_init_kwargs": {"dtype": "float32"}}
 
 
 def test_averages_leave_out_what_is_no_number():

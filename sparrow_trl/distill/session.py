@@ -87,8 +87,8 @@ class DistillSession:
         file = Path(folder) / STATE_FILE
         if not file.is_file():
             raise FileNotFoundError(
-                f"{folder} has no {STATE_FILE}: the run that saved this checkpoint had distill_sparse=False. Resume it "
-                "with distill_sparse=False, or start anew from its model."
+                f"{folder} has no {STATE_FILE}: the run that saved this checkpoint had distill_sparse=False or "
+                "save_only_model=True. Resume it with distill_sparse=False, or start anew from its model."
             )
         self.adapter.load_weights(Path(folder) / ADAPTER_FOLDER)
         state = torch.load(file, map_location=self.updater.device, weights_only=True)

@@ -26,6 +26,9 @@ class PublishingTrainer(SeamedGRPOTrainer):
     With sparsity off every method does what TRL's does.
     """
 
+    dataset_name: str | None = None
+    """Name of the training data, for the record and the card."""
+
     _has_failed_push = False
 
     @property
@@ -46,7 +49,7 @@ class PublishingTrainer(SeamedGRPOTrainer):
         """Write how the model was trained, and its schedule, into `folder/sparrow/`."""
         record = RunRecord(
             base_model=self.model.config.name_or_path or None,
-            dataset=dataset,
+            dataset=dataset or self.dataset_name,
             command=reproduce_command(num_processes=self.accelerator.num_processes),
             config=public_config(self.args.to_dict()),
             environment=versions(),

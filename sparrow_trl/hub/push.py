@@ -14,6 +14,8 @@ from huggingface_hub import CommitInfo, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..sparsity.schedule import RECORD_FOLDER
+
 
 RETRIES = 3
 FIRST_WAIT = 2.0  # seconds before the first retry; each further one waits twice as long
@@ -21,7 +23,17 @@ FIRST_WAIT = 2.0  # seconds before the first retry; each further one waits twice
 # Checkpoints of the trainer go to the Hub by `hub_strategy` alone, as in transformers.
 IGNORED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")
 # What a checkpoint holds to be resumed, and nobody else needs.
-TRAINER_STATE = ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*", "trainer_state.json")
+TRAINER_STATE = (
+    "optimizer.*",
+    "scheduler.*",
+    "scaler.*",
+    "rng_state*",
+    "trainer_state.json",
+    "global_step*",
+    "latest",
+    f"{RECORD_FOLDER}/monitor.json",
+    f"{RECORD_FOLDER}/distill.pt",
+)
 
 _RETRIED_STATUS = (408, 409, 425, 429)
 

@@ -88,7 +88,23 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the trainer's arguments without tokens."""
-    return {name: value for name, value in config.items() if name not in _SECRETS}
+    return {
+        name: public_config(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if name not in _SECRETS
+    }
+
+
+def _without_secrets(argv: Iterable[str]) -> list[str]:
+    """Arguments of a command line without the options that hold tokens, and their values."""
+    kept, skips = [], False
+    for argument in argv:
+        name = argument.partition("=")[0].lstrip("-").replace("-", "_")
+        is_secret = argument.startswith("--") and name in _SECRETS
+        if not skips and not is_secret:
+            kept.append(argument)
+        skips = is_secret and "=" not in argument
+    return kept
 
 
 def average_metrics(log_history: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -105,12 +121,12 @@ def average_metrics(log_history: Iterable[Mapping[str, Any]]) -> dict[str, float
 def reproduce_command(argv: Sequence[str] | None = None, num_processes: int = 1) -> str:
     """
     The command line that starts this process again. A process that a launcher started (`accelerate launch`,
-    `torchrun`) is started by `accelerate launch` with the same number of processes.
+    `torchrun`) is started by `accelerate launch` with the same number of processes. Options that hold tokens are left out.
 
     Args:
         argv (`Sequence[str]`, *optional*): the arguments of Python; by default those of this process.
     """
-    arguments = list(sys.orig_argv[1:] if argv is None else argv)
+    arguments = _without_secrets(sys.orig_argv[1:] if argv is None else argv)
     if num_processes > 1 or "LOCAL_RANK" in os.environ:
         while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
             del arguments[0]  # options of the interpreter, which the launcher sets itself

@@ -45,7 +45,8 @@ class TailCallback(TrainerCallback):
         if trackio.context_vars.current_run.get() is not None:
             trackio.alert(f"The tail is below {self.monitor.threshold}", text, level=trackio.AlertLevel.WARN)
 
-    def _write(self, output_dir: str | None) -> None:
+    def write(self, output_dir: str | None) -> None:
+        """Write the report and the pictures into `output_dir/sparrow/`, where there is something to tell."""
         if self.is_main_process and output_dir is not None and self.monitor.judged.tokens():
             folder = Path(output_dir) / RECORD_FOLDER
             folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +54,7 @@ class TailCallback(TrainerCallback):
             write_plots(self.monitor, folder)
 
     def on_save(self, args, state, control, **kwargs):
-        self._write(args.output_dir)
+        self.write(args.output_dir)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._write(args.output_dir)
+        self.write(args.output_dir)

@@ -92,7 +92,8 @@ class DecodeBurst:
                 prunes=prunes,
                 top_logprobs=self.top_logprobs if with_top else 0,
             )
-            self._steps[key] = GraphedStep(step, runner.device, self._memory_pool)
+            records = not any(made.has_failed for made in self._steps.values())  # nor would this one
+            self._steps[key] = GraphedStep(step, runner.device, self._memory_pool, records)
         return self._steps[key]
 
     def __call__(self, sequences: SequenceOf[Sequence], num_steps: int, prunes: bool) -> BurstResult:

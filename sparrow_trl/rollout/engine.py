@@ -22,7 +22,7 @@ from .backend import BACKENDS, KVShape, choose_backend
 from .cache import PageAllocator, PagedKVCache
 from .device_loop import DeviceLoop, num_columns
 from .host_loop import HostLoop
-from .isolation import rollout_mode
+from .isolation import on_device_of, rollout_mode
 from .output import RolloutOutput, RolloutStats
 from .runner import ModelRunner
 from .sampler import Sampler
@@ -190,7 +190,8 @@ class RolloutEngine:
         cache = PagedKVCache(num_pages, self.schedule.page_size, dtype)
         allocator = PageAllocator(num_pages)
         scheduler = Scheduler(cache, allocator, sequences, self.max_num_seqs)
-        backend = self._backend(sequences, sampler, dtype)
+        with on_device_of(self.model):
+            backend = self._backend(sequences, sampler, dtype)
         runner = ModelRunner(self.model, self.schedule, cache, backend)
         make_loop = HostLoop if backend == "host" else partial(DeviceLoop, backend=backend)
         by_index = sorted(sequences, key=lambda sequence: sequence.index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -25,6 +25,12 @@ def model_lock(model: PreTrainedModel) -> threading.RLock:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with _guard:
         return _locks.setdefault(base, threading.RLock())
+
+
+def on_device_of(model: torch.nn.Module) -> AbstractContextManager:
+    """The model's GPU is the current one inside, which is where kernels are launched."""
+    device = next(model.parameters()).device
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
@@ -65,7 +71,7 @@ def rollout_mode(
                 for config in configs.values():
                     config._attn_implementation = attention
             copies = packed_linears if device_type == "cpu" else rollout_weights
-            with torch.no_grad(), copies(model, dtype) if packed else nullcontext():
+            with on_device_of(model), torch.no_grad(), copies(model, dtype) if packed else nullcontext():
                 yield
         finally:
             for config, implementation in implementations:

@@ -17,7 +17,7 @@ def plot_schedule(schedule: SparsitySchedule, path: str | os.PathLike[str] | Non
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("SparsitySchedule.plot needs matplotlib: pip install 'sparrow-trl[plot]'.") from error
+        raise ImportError("SparsitySchedule.plot needs matplotlib: pip install matplotlib.") from error
     if ax is None:
         ax = Figure(figsize=(6, 4), layout="constrained").subplots()
     # One more bin than there are budgets shows that the last one goes on.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -13,6 +13,10 @@ from transformers import AutoTokenizer
 from trl import ModelConfig
 
 from .arguments import TrainArguments, get_reward_funcs, load_datasets, make_parser
+
+
+if TYPE_CHECKING:
+    from ..trainer import SparrowGRPOTrainer
 
 
 PROMPTS_LOOKED_AT = 64  # of the dataset, for the length of a typical prompt
@@ -35,13 +39,17 @@ def main(argv: Sequence[str]) -> int:
         script, args, model, mixture = make_parser().parse_args_and_config(argv)
         if not model.model_name_or_path:
             raise ValueError("No model: give --model_name_or_path.")
-        return _run(script, args, model, mixture)
-    except (ValueError, FileNotFoundError) as error:
+        trainer = _prepare(script, args, model, mixture)
+    except (ValueError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    if trainer is not None:
+        _train(trainer)
+    return 0
 
 
-def _run(script: TrainArguments, args: Any, model: ModelConfig, mixture: Any) -> int:
+def _prepare(script: TrainArguments, args: Any, model: ModelConfig, mixture: Any) -> SparrowGRPOTrainer | None:
+    """The trainer, or `None` where the plan of the run was all that was asked for."""
     recipe = None
     if script.recipe is not None:
         from ..rewards import get_recipe
@@ -55,7 +63,7 @@ def _run(script: TrainArguments, args: Any, model: ModelConfig, mixture: Any) ->
         rows = len(train_dataset) if hasattr(train_dataset, "__len__") else None
         length = _typical_prompt_length(train_dataset, model)
         print_plan(make_plan(args, model, script.chip, length, rows), Console())
-        return 0
+        return None
 
     from trl import get_peft_config, get_quantization_config
 
@@ -76,12 +84,17 @@ def _run(script: TrainArguments, args: Any, model: ModelConfig, mixture: Any) ->
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
+    trainer.dataset_name = script.dataset_name or (recipe.dataset_id if recipe else None)
+    return trainer
+
+
+def _train(trainer: SparrowGRPOTrainer) -> None:
+    args = trainer.args
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(args.output_dir)
     trainer.accelerator.print(f"The model is in {args.output_dir}.")
     if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script.dataset_name or (recipe.dataset_id if recipe else None))
-    return 0
+        trainer.push_to_hub(dataset_name=trainer.dataset_name)
 
 
 def _typical_prompt_length(dataset: Any, model: ModelConfig) -> int:

@@ -62,8 +62,8 @@ def recorded(monkeypatch):
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
 
     class Graph(GraphedStep):
-        def __init__(self, step, device, memory_pool=None):
-            super().__init__(step, device, memory_pool)
+        def __init__(self, step, device, memory_pool=None, records=True):
+            super().__init__(step, device, memory_pool, records)
             self._records = True
 
         def _record(self):
@@ -138,6 +138,10 @@ class FakeCuda:
         monkeypatch.setattr(graphs.torch.cuda, "CUDAGraph", lambda: self)
         monkeypatch.setattr(graphs.torch.cuda, "graph", lambda graph, **options: self)
         monkeypatch.setattr(graphs.torch.cuda, "device", lambda device: self)
+        # A recording that cannot be ended leaves its stream as the current one
+        self.stream = "before"
+        monkeypatch.setattr(graphs.torch.cuda, "current_stream", lambda device: self.stream)
+        monkeypatch.setattr(graphs.torch.cuda, "set_stream", lambda stream: setattr(self, "stream", stream))
 
     def __enter__(self):
         self.recording = True
@@ -164,6 +168,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(monkeypatch, error):
 
     def step():
         if cuda.recording:
+            cuda.stream = "of the recording"
             raise error("operation not permitted when stream is capturing\nmore")
         runs.append(1)
 
@@ -171,6 +176,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(monkeypatch, error):
     for _ in range(5):
         graphed()
     assert len(runs) == 5 and cuda.replayed == 0
+    assert graphed.has_failed and cuda.stream == "before"
     (warning,) = warnings
     assert f"({error.__name__}: operation not permitted when stream is capturing)" in warning
 
@@ -180,12 +186,14 @@ def test_running_out_of_memory_while_recording_is_no_fallback(monkeypatch):
 
     def step():
         if cuda.recording:
+            cuda.stream = "of the recording"
             raise torch.OutOfMemoryError
 
     graphed = GraphedStep(step, torch.device("cuda"))
     graphed()
     with pytest.raises(torch.OutOfMemoryError):
         graphed()
+    assert cuda.stream == "before"
 
 
 def test_on_a_cpu_every_call_runs():

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 # Gathered keys of one slice of queries: on a CPU they should stay in its cache, on a GPU launches should be few.
 GATHER_BYTES = {"cpu": 4 << 20}
-GATHER_BYTES_ELSEWHERE = 256 << 20
+GATHER_BYTES_ELSEWHERE = 64 << 20
 
 
 @dataclass
@@ -268,6 +268,11 @@ def masked_attention(
     """
     gqa = query.shape[1] != key.shape[1]
     if softcap is None:
+        if gqa and mask is not None and query.device.type == "cuda":
+            # No fused kernel of a GPU takes a mask and grouped heads: the other one makes the scores in float32
+            group = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+            gqa = False
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scaling, is_causal=is_causal, enable_gqa=gqa
         )

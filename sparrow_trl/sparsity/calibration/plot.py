@@ -17,7 +17,7 @@ def _figure(columns: int, width: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("The plot needs matplotlib: pip install 'sparrow-trl[plot]'.") from error
+        raise ImportError("The plot needs matplotlib: pip install matplotlib.") from error
     figure = Figure(figsize=(width, 4.2), layout="constrained")
     figure.subplots(1, columns)
     return figure

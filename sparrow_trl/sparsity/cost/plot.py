@@ -23,7 +23,7 @@ def plot_speedup(results: dict[str, Any], path: str | os.PathLike[str] | None = 
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("The plot needs matplotlib: pip install 'sparrow-trl[plot]'.") from error
+        raise ImportError("The plot needs matplotlib: pip install matplotlib.") from error
     if ax is None:
         ax = Figure(figsize=(7, 4), layout="constrained").subplots()
     curve = results["curve"]
