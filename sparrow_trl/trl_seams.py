@@ -236,12 +236,17 @@ class SeamedGRPOTrainer(GRPOTrainer):
 
     def finish_push(self) -> None:
         """Wait for the uploads that run in the background, and report those that failed."""
-        self._finish_current_push()
+        super()._finish_current_push()
+        self.report_failed_pushes()
+
+    def after_pushes(self) -> None:
+        """Called when the uploads of a training are over, and those that failed are reported."""
 
     def _finish_current_push(self) -> None:
-        super()._finish_current_push()
-        if self.samples_rollouts:
-            self.report_failed_pushes()
+        if not self.samples_rollouts:
+            return super()._finish_current_push()
+        self.finish_push()
+        self.after_pushes()
 
     def _compute_loss(self, model, inputs):
         if self.samples_rollouts and self.rollout_func is not None:

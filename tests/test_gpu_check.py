@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 
+pytest.importorskip("triton")
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "kernels" / "benchmarks"
 sys.path.insert(0, str(FOLDER))

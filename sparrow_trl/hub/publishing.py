@@ -26,6 +26,8 @@ class PublishingTrainer(SeamedGRPOTrainer):
     With sparsity off every method does what TRL's does.
     """
 
+    _has_failed_push = False
+
     @property
     def rollout_schedule(self) -> SparsitySchedule:
         """The schedule of the next rollout."""
@@ -139,7 +141,24 @@ class PublishingTrainer(SeamedGRPOTrainer):
     def _repository(self) -> str:
         return self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
 
+    def after_pushes(self) -> None:
+        """Make up for an upload that failed, be it that a file changed meanwhile: the next one would include it."""
+        if not self._has_failed_push or not self.is_world_process_zero():
+            return
+        self._has_failed_push = False
+        push = partial(
+            push_folder,
+            self.args.output_dir,
+            self._repository(),
+            token=self.args.hub_token,
+            private=self.args.hub_private_repo,
+            revision=self.args.hub_revision,
+            commit_message=f"Training in progress, step {self.state.global_step}",
+        )
+        self._push(push)
+
     def push_failed(self, error: BaseException) -> None:
+        self._has_failed_push = True
         command = push_command(self.args.output_dir, self._repository())
         warnings.warn(
             f"An upload to the Hub failed, and nothing is lost by it: what was to be uploaded is in "

@@ -53,6 +53,7 @@ def test_choice_without_triton(monkeypatch, warnings):
 
 
 def test_choice_with_triton(monkeypatch, warnings):
+    pytest.importorskip("triton")
     monkeypatch.setattr(backend, "_try_kernels", lambda *args: None)
     monkeypatch.setattr(backend, "make_ops", lambda name: None)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
