@@ -48,12 +48,13 @@ def test_page_is_of_the_present_kernels():
 def test_page_lists_every_kernel_and_none_spills(target):
     rows = table(target.name)
     assert {row[1] for row in rows} == KERNELS
-    for _, kernel, variants, registers, spills, shared, wide, _ in rows:
+    for op, kernel, variants, registers, spills, shared, wide, _ in rows:
         assert int(variants) >= 1 and int(registers) > 0
         assert (kernel, int(spills)) == (kernel, 0)
         assert float(shared) * 1024 <= target.shared_bytes
         # Masks and page numbers are read between the rows of keys and values.
-        assert kernel not in STREAMING or float(wide.rstrip("%")) >= 50, (kernel, wide)
+        narrow = target.family == "turing" and op == "teacher_forced"  # tiles of 16 keys, without matrix units
+        assert narrow or kernel not in STREAMING or float(wide.rstrip("%")) >= 50, (kernel, wide)
     assert KERNELS > STREAMING
 
 
