@@ -67,12 +67,12 @@ def test_page_is_of_every_model():
 
 
 def test_page_counts_hardly_more_bytes_than_needed():
-    """At most 5 % more for attention, 10 % for scoring; none less than the least."""
+    """At most 5 % more for attention, 10 % for scoring and storing; none less than the least."""
     rows = table("Bytes read")
     assert {row[1] for row in rows} >= {"paged_attention_kernel", "score_pages_kernel"}
     for op, _, _, read, least, _ in rows:
         ratio = int(read.replace(",", "")) / int(least.replace(",", ""))
-        assert 1 <= ratio <= (1.1 if op == "select_pages" else 1.05), (op, ratio)
+        assert 1 <= ratio <= (1.1 if op in ("select_pages", "store_kv") else 1.05), (op, ratio)
 
 
 @pytest.mark.slow

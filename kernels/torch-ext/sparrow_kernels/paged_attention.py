@@ -340,8 +340,8 @@ def launch_options(
     fitting = tile_bytes // ((block_d + block_dv) * dtype.itemsize)  # no power of two where the widths differ
     block_n = max(16, min(128, triton.next_power_of_2(fitting + 1) // 2))
     num_warps = 4 if block_m < 64 else 8
-    if family == "turing" and block_m > 16:  # no matrix units: both factors of a product lie in registers
-        block_n, num_warps = 16, 8
+    if family == "turing" and max_queries > 1:  # no matrix units: both factors of a product lie in registers
+        block_n, num_warps = max(16, 4096 // (block_d + block_dv)), 8
     variant = {
         "SPARSE": sparse,
         "PACKED": packed,
@@ -362,7 +362,7 @@ def launch_options(
             "BLOCK_N": block_n,
             "BLOCK_D": block_d,
             "num_warps": num_warps,
-            "num_stages": 2 if family == "cdna" else 3,
+            "num_stages": 2 if family == "cdna" or block_m > 64 else 3,
         }
     }
     if num_splits > 1:
