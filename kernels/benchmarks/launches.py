@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface
@@ -148,18 +149,20 @@ def select_pages(shape: Shape, dtype: torch.dtype) -> None:
 
 
 def paged_attention(shape: Shape, dtype: torch.dtype) -> None:
-    """A decode step over chosen pages, over all pages, over a window, and of 16 tokens a sequence."""
+    """A decode step over chosen pages, over all pages, over a window, and of 16 tokens a sequence or what fits on Turing."""
     op = import_module("sparrow_kernels.paged_attention")
 
     key_pages, value_pages, _ = _pool(shape, dtype)
     query = meta(BATCH, shape.num_heads, shape.head_dim, dtype=dtype)
     page_list = meta(BATCH, shape.num_kv_heads, SELECTED, dtype=torch.int32)
     chosen = (page_list, meta(BATCH, dtype=torch.int32))
+    turing = import_module("sparrow_kernels.launch").gpu_family(query.device) == "turing"
+    max_queries = min(16, 64 // triton.next_power_of_2(shape.num_heads // shape.num_kv_heads)) if turing else 16
     for arguments, options in (
         (chosen, {}),
         ((), {}),
         ((), {"sliding_window": 4096}),
-        ((), {"query_starts": meta(3, dtype=torch.int32), "max_queries": 16}),
+        ((), {"query_starts": meta(3, dtype=torch.int32), "max_queries": max_queries}),
     ):
         options = {**dict(shape.options), **options}
         op.paged_attention(query, key_pages, value_pages, *_steps(shape), *arguments, scaling=0.1, **options)

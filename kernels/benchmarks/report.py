@@ -194,7 +194,7 @@ def problems(rows: list[Row], readings: list[dict[str, Any]]) -> list[str]:
         if row.shared_bytes > row.target.shared_bytes:
             found.append(f"{where} needs {row.shared_bytes} bytes of shared memory, of {row.target.shared_bytes}.")
     for reading in readings:
-        limit = 1.1 if reading["op"] == "select_pages" else 1.05
+        limit = 1.1 if reading["op"] in ("select_pages", "store_kv") else 1.05
         if reading["read"] > limit * reading["least"]:
             found.append(
                 f"{reading['op']} reads {reading['read']} bytes of {reading['shape']}, least {reading['least']}."

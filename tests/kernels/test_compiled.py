@@ -48,12 +48,13 @@ def test_page_is_of_the_present_kernels():
 def test_page_lists_every_kernel_and_none_spills(target):
     rows = table(target.name)
     assert {row[1] for row in rows} == KERNELS
-    for _, kernel, variants, registers, spills, shared, wide, _ in rows:
+    for op, kernel, variants, registers, spills, shared, wide, _ in rows:
         assert int(variants) >= 1 and int(registers) > 0
         assert (kernel, int(spills)) == (kernel, 0)
         assert float(shared) * 1024 <= target.shared_bytes
         # Masks and page numbers are read between the rows of keys and values.
-        assert kernel not in STREAMING or float(wide.rstrip("%")) >= 50, (kernel, wide)
+        narrow = target.family == "turing" and op == "teacher_forced"  # tiles of 16 keys, without matrix units
+        assert narrow or kernel not in STREAMING or float(wide.rstrip("%")) >= 50, (kernel, wide)
     assert KERNELS > STREAMING
 
 
@@ -66,12 +67,12 @@ def test_page_is_of_every_model():
 
 
 def test_page_counts_hardly_more_bytes_than_needed():
-    """At most 5 % more for attention, 10 % for scoring; none less than the least."""
+    """At most 5 % more for attention, 10 % for scoring and storing; none less than the least."""
     rows = table("Bytes read")
     assert {row[1] for row in rows} >= {"paged_attention_kernel", "score_pages_kernel"}
     for op, _, _, read, least, _ in rows:
         ratio = int(read.replace(",", "")) / int(least.replace(",", ""))
-        assert 1 <= ratio <= (1.1 if op == "select_pages" else 1.05), (op, ratio)
+        assert 1 <= ratio <= (1.1 if op in ("select_pages", "store_kv") else 1.05), (op, ratio)
 
 
 @pytest.mark.slow

@@ -329,13 +329,15 @@ def choose_pages(
         num_warps=2,
     )
     mask = scratch((num_tokens, num_kv_heads, num_words), torch.int32, device)
+    group = num_heads // num_kv_heads
+    block_pages = SCORE_PAGES // 2 if group & (group - 1) else SCORE_PAGES  # by compiling: no spilled registers
     num_blocks = count_blocks(num_tokens, num_sequences, SCORE_TOKENS)
     row_bytes = 4 * num_kv_heads * num_words * 32
     chunk = max(1, min(num_blocks, score_bytes // (SCORE_TOKENS * row_bytes), 65535))
     scores = scratch((chunk * SCORE_TOKENS, num_kv_heads, num_words * 32), torch.float32, device)
     for first_block in range(0, num_blocks, chunk):
         blocks = min(chunk, num_blocks - first_block)
-        page_mask_scores_kernel[(triton.cdiv(num_pages, SCORE_PAGES), num_kv_heads, blocks)](
+        page_mask_scores_kernel[(triton.cdiv(num_pages, block_pages), num_kv_heads, blocks)](
             query,
             landmarks,
             scores,
@@ -347,10 +349,10 @@ def choose_pages(
             query.stride(0),
             query.stride(1),
             PAGE_SIZE=page_size,
-            GROUP=num_heads // num_kv_heads,
+            GROUP=group,
             HEAD_DIM=head_dim,
             BLOCK_TOKENS=SCORE_TOKENS,
-            BLOCK_PAGES=SCORE_PAGES,
+            BLOCK_PAGES=block_pages,
             BLOCK_DIM=SCORE_DIMS,
             num_warps=8,
             num_stages=1,

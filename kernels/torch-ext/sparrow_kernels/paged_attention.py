@@ -339,6 +339,9 @@ def launch_options(
     tile_bytes = 16384 if block_m >= 64 or family == "turing" else 32768
     fitting = tile_bytes // ((block_d + block_dv) * dtype.itemsize)  # no power of two where the widths differ
     block_n = max(16, min(128, triton.next_power_of_2(fitting + 1) // 2))
+    num_warps = 4 if block_m < 64 else 8
+    if family == "turing" and max_queries > 1:  # no matrix units: both factors of a product lie in registers
+        block_n, num_warps = max(16, 4096 // (block_d + block_dv)), 8
     variant = {
         "SPARSE": sparse,
         "PACKED": packed,
@@ -358,8 +361,8 @@ def launch_options(
             "BLOCK_M": block_m,
             "BLOCK_N": block_n,
             "BLOCK_D": block_d,
-            "num_warps": 4 if block_m < 64 else 8,
-            "num_stages": 2 if family == "cdna" else 3,
+            "num_warps": num_warps,
+            "num_stages": 2 if family == "cdna" or block_m > 64 else 3,
         }
     }
     if num_splits > 1:
@@ -422,6 +425,13 @@ def paged_attention(
     )
     check(softcap is None or softcap > 0, f"softcap is {softcap}, but must be above 0.")
     check((page_list is None) == (num_selected is None), "page_list and num_selected come together or not at all.")
+    family = gpu_family(query.device)
+    if family == "turing":
+        rows = triton.next_power_of_2(max_queries * group)
+        check(
+            rows <= 64,
+            f"max_queries={max_queries} takes {rows} rows of queries, but 64 fit GPUs without matrix units.",
+        )
     check(query_starts is not None or max_queries == 1, f"max_queries is {max_queries}, which asks for query_starts.")
     check(page_list is None or query_starts is None, "query_starts is for dense attention: leave out page_list.")
     max_selected, num_sequences = None, num_queries
@@ -469,7 +479,7 @@ def paged_attention(
         max_queries=max_queries,
         sliding_window=sliding_window,
         softcap=softcap,
-        family=gpu_family(query.device),
+        family=family,
     )
     paged_attention_kernel[(num_sequences * num_kv_heads, num_splits)](
         query,
