@@ -27,7 +27,7 @@ from sparrow_trl import RolloutEngine, SparsitySchedule
 from sparrow_trl.attention import TeacherForced
 from sparrow_trl.benchmark.text import cut, token_stream
 from sparrow_trl.distill import DistillLoss, DistillUpdate, Sample, SparrowAdapter
-from sparrow_trl.distill.split import SplitForward
+from sparrow_trl.split_forward import SplitForward
 from sparrow_trl.embedded import MODEL_NAME, load_smollm2
 from sparrow_trl.environment import hardware, versions
 from sparrow_trl.monitor import AcceptanceHistogram, LazyLogits, acceptance_rate

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from . import __version__
 from .benchmark.options import RolloutOptions, add_arguments
@@ -157,6 +159,14 @@ def _run_push(args: argparse.Namespace, argv: list[str]) -> int:
     )
 
 
+def _checked(args: argparse.Namespace, make: Callable[[argparse.Namespace], Any]) -> Any:
+    """The options that `make` gets from the arguments; ends with what is wrong with them."""
+    try:
+        return make(args)
+    except ValueError as error:
+        args.parser.error(str(error))
+
+
 def _run_doctor(args: argparse.Namespace, argv: list[str]) -> int:
     from .doctor import main as run
 
@@ -164,40 +174,28 @@ def _run_doctor(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _run_bench_rollout(args: argparse.Namespace, argv: list[str]) -> int:
-    try:
-        options = RolloutOptions.from_args(args)
-    except ValueError as error:
-        args.parser.error(str(error))
+    options = _checked(args, RolloutOptions.from_args)
     from .benchmark.rollout import main as run
 
     return run(options, args.json, ["sparrow", *argv])
 
 
 def _run_cost(args: argparse.Namespace, argv: list[str]) -> int:
-    try:
-        options = CostOptions.from_args(args)
-    except ValueError as error:
-        args.parser.error(str(error))
+    options = _checked(args, CostOptions.from_args)
     from .sparsity.cost.report import main as run
 
     return run(options, args.json)
 
 
 def _run_calibrate(args: argparse.Namespace, argv: list[str]) -> int:
-    try:
-        options = options_from_args(CalibrationOptions, args)
-    except ValueError as error:
-        args.parser.error(str(error))
+    options = _checked(args, partial(options_from_args, CalibrationOptions))
     from .sparsity.calibration.report import calibrate_main
 
     return calibrate_main(options, args, ["sparrow", *argv])
 
 
 def _run_tail(args: argparse.Namespace, argv: list[str]) -> int:
-    try:
-        options = options_from_args(MeasureOptions, args)
-    except ValueError as error:
-        args.parser.error(str(error))
+    options = _checked(args, partial(options_from_args, MeasureOptions))
     from .sparsity.calibration.report import tail_main
 
     return tail_main(options, args, ["sparrow", *argv])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 from .distill import DistillLoss, DistillSession, DistillUpdate, SparrowAdapter, samples_of
 from .monitored_trainer import MonitoredTrainer
@@ -78,9 +80,24 @@ class DistillingTrainer(MonitoredTrainer):
     def actor_mode(self, schedule: SparsitySchedule) -> AbstractContextManager:
         return nullcontext() if self._distill is None else self._distill.sampling(schedule)
 
-    def sampling_mode(self) -> AbstractContextManager:
-        """The context of a rollout. In an evaluation the LoRA is off: what is published does not have it."""
-        return self.actor_mode(self.rollout_schedule) if self.metrics_mode == "train" else nullcontext()
+    @contextmanager
+    def sampling_mode(self) -> Iterator[None]:
+        """
+        The context of a rollout. With a LoRA, evaluations sample from the policy as it is published: without it, and
+        densely, for the budgets may be those that the LoRA affords.
+        """
+        schedule = self.rollout_schedule
+        if self.metrics_mode == "train":
+            with self.actor_mode(schedule):
+                yield
+        elif self._distill is None:
+            yield
+        else:
+            self.rollout_schedule = replace(schedule, budgets=())
+            try:
+                yield
+            finally:
+                self.rollout_schedule = schedule
 
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         if self._distill is not None and self.metrics_mode == "train" and scored.actor_logprobs is not None:

@@ -186,6 +186,7 @@ class SparrowGRPOTrainer(DistillingTrainer):
         self._schedule = self._calibrate(model_name) if schedule is None else schedule
         check_made_for(self._schedule, self.model.config)
         self._rollout_stats: list[RolloutStats] = []
+        self._sampled_schedule = self._schedule
         self._rollout_metrics = {
             mode: RolloutMetrics(
                 clip_min=args.vllm_importance_sampling_clip_min,
@@ -313,6 +314,7 @@ class SparrowGRPOTrainer(DistillingTrainer):
         monitored = self.choose_monitored(len(prompt_ids))
         # One autocast context around the whole rollout: the cast of each weight is cached until it ends
         with self.sampling_mode(), torch.no_grad(), self.accelerator.autocast():
+            self._sampled_schedule = self.rollout_schedule
             output = self.rollout_engine.generate(
                 prompt_ids,
                 self.generation_config,
@@ -337,7 +339,7 @@ class SparrowGRPOTrainer(DistillingTrainer):
 
     def after_rollout_scored(self, scored: ScoredRollout) -> None:
         clipped = self._rollout_metrics[self.metrics_mode].update(
-            self._rollout_stats, scored, self.rollout_engine.schedule, self.accelerator.gather
+            self._rollout_stats, scored, self._sampled_schedule, self.accelerator.gather
         )
         self._rollout_stats.clear()
         if clipped is not None and clipped > 0.5 and not self._warned_of_clipping:

@@ -14,10 +14,10 @@ from ..attention import TeacherForced
 from ..monitor import acceptance_rate
 from ..rollout.isolation import teacher_forced_mode
 from ..sparsity import SparsitySchedule
+from ..split_forward import SplitForward
 from .adapter import SparrowAdapter
 from .loss import DistillLoss
 from .samples import Sample, micro_batches, within_tokens
-from .split import SplitForward
 
 
 LOGIT_BYTES = 256 << 20

@@ -114,11 +114,6 @@ class ScheduleController:
         self.decisions += decisions
         return decisions
 
-    def allow_lowering(self) -> None:
-        """Let the next look at each bin lower its budget, if there is room, without waiting for `patience` looks: for
-        those who know that the actor has just got better."""
-        self._looks = {index: max(looks, self.patience) for index, looks in self._looks.items()}
-
     def _raise(self, verdict: Verdict, budgets: list[int], decisions: list[Decision], step: int) -> None:
         # A fifth of a step more than the estimate says, so that its noise seldom leaves the bin below
         steps = max(1, math.ceil((verdict.threshold - verdict.tail) / TAIL_PER_STEP + 0.2))

@@ -1,66 +1,29 @@
-"""Hidden states of a model's last layer, and the logits that the model makes of them."""
+"""Hidden states behind sampled tokens, and the logits that the model makes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..attention import TeacherForced
 from ..rollout.isolation import rollout_mode
 from ..sparsity import SparsitySchedule
+from ..split_forward import SplitForward
 
 
-class Scorer:
+class Scorer(SplitForward):
     """
-    Runs a causal language model in two parts, so that logits over the vocabulary exist for a few tokens at a time.
-
-    Both are the model's own code: whatever it does to its logits (scaling, soft-capping, a head in float32) is done, and
-    its active adapters are.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): possibly a `PeftModel`, not wrapped for distributed training.
-
-    Raises:
-        ValueError: the model has no backbone that its head could do without.
+    [`SplitForward`] for sequences whose tokens were sampled: the hidden states behind each of them, from a forward of its
+    own or from one that is made anyway. Nothing is differentiated.
     """
 
-    def __init__(self, model: PreTrainedModel):
-        self.model = model
-        self.causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.backbone = self._find_backbone()
-
-    def _find_backbone(self) -> nn.Module:
-        """The module whose output the model's forward hands to the head."""
-        hidden = torch.zeros(3, self.causal_lm.get_output_embeddings().weight.shape[1])
-        hidden = hidden.to(self.causal_lm.device, self.causal_lm.dtype)
-        for candidate in (self.causal_lm.base_model, self.causal_lm.get_decoder()):
-            self.backbone = candidate
-            if candidate is not self.causal_lm and len(self.logits(hidden)) == 3:
-                return candidate
-        raise ValueError(
-            f"{type(self.causal_lm).__name__} does not tell its backbone from its head, which the tail monitor needs. "
-            "Set tail_monitor=False."
-        )
-
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """
-        The logits of hidden states, without the temperature.
-
-        Args:
-            hidden_states (`torch.Tensor`): `(num_tokens, hidden_size)`, the backbone's output.
-
-        Returns:
-            `torch.Tensor`: `(num_tokens, vocab_size)`.
-        """
-        output = _BackboneOutput(last_hidden_state=hidden_states[None])
-        token = torch.zeros(1, 1, dtype=torch.long, device=hidden_states.device)
-        with torch.no_grad(), _replaced_forward(self.backbone, lambda *args, **kwargs: output):
-            return self.causal_lm(input_ids=token, use_cache=False).logits[0]
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().logits(hidden)
 
     def hidden_states(self, schedule: SparsitySchedule, token_ids: Sequence[int], prompt_length: int) -> torch.Tensor:
         """
@@ -77,13 +40,12 @@ class Scorer:
         device = next(self.model.parameters()).device
         state = TeacherForced(schedule, [len(token_ids)], [prompt_length])
         with rollout_mode(self.model):
-            output = self.backbone(
+            hidden = self.hidden(
                 input_ids=torch.tensor([list(token_ids)], device=device),
                 position_ids=torch.arange(len(token_ids), device=device)[None],
-                use_cache=False,
                 sparrow=state,
             )
-        return output.last_hidden_state[0, prompt_length - 1 : -1]
+        return hidden[0, prompt_length - 1 : -1]
 
     @contextmanager
     def capture(self, rows: Collection[int], num_tokens: int) -> Iterator[dict[int, torch.Tensor]]:
@@ -109,30 +71,8 @@ class Scorer:
                     captured[row] = hidden[row - seen, -num_tokens - 1 : -1].clone()
             seen += len(hidden)
 
-        hook = self.backbone.register_forward_hook(keep)
+        hook = self.body.register_forward_hook(keep)
         try:
             yield captured
         finally:
             hook.remove()
-
-
-class _BackboneOutput(BaseModelOutputWithPast):
-    """Hidden states alone: what else the output of some backbone has (router logits, ...) is `None`."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
-    own = vars(module).get("forward")
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own  # type: ignore[method-assign]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
 from ..environment import usable_cores
 from .code_tests import Tests, Verdict, parse_tests, run_tests
 from .sandbox import Limits, Sandbox
+from .shared import made_once
 from .text import Completion, completion_text, final_text, last_code_block, opens_thinking
 
 
@@ -188,21 +187,13 @@ def _said(verdict: Verdict | None) -> str:
     return f"{verdict.passed} of {verdict.total} passed. {verdict.message}".strip()
 
 
-_lock = threading.Lock()
-
-
-@lru_cache(maxsize=1)
-def _make_sandbox() -> Sandbox:
+@made_once
+def shared_sandbox() -> Sandbox:
+    """The sandbox that a process shares, made on first use."""
     return Sandbox()
 
 
-def shared_sandbox() -> Sandbox:
-    """The sandbox that a process shares, made on first use."""
-    with _lock:
-        return _make_sandbox()
-
-
-@lru_cache(maxsize=1)
+@made_once
 def _default_reward() -> CodeReward:
     reward = CodeReward()
     reward.sandbox = shared_sandbox()

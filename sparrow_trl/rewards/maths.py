@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
+from .shared import made_once
 from .text import Completion, completion_text, final_text, last_boxed, opens_thinking
 from .verifier import Comparison, MathVerifier
 
@@ -145,21 +144,13 @@ class MathsReward:
         return [None if result.status == "unreadable" else float(result.status == "right") for result in results]
 
 
-_lock = threading.Lock()
-
-
-@lru_cache(maxsize=1)
-def _make_verifier() -> MathVerifier:
+@made_once
+def shared_verifier() -> MathVerifier:
+    """The verifier that a process shares, made on first use."""
     return MathVerifier()
 
 
-def shared_verifier() -> MathVerifier:
-    """The verifier that a process shares, made on first use."""
-    with _lock:
-        return _make_verifier()
-
-
-@lru_cache(maxsize=1)
+@made_once
 def _default_reward() -> MathsReward:
     reward = MathsReward()
     reward.verifier = shared_verifier()

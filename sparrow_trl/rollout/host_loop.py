@@ -106,13 +106,12 @@ class HostLoop:
 
     def _sample(self, logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> None:
         clock = time.perf_counter()
-        wants_top = self.top_logprobs if any(sequence.keep_top for sequence in sequences) else 0
-        tokens, logprobs, top = self.sampler(logits, sequences, wants_top)
+        tokens, logprobs, top = self.sampler(logits, sequences, self.top_logprobs)
         for i, sequence in enumerate(sequences):
             self._accept(sequence, tokens[i : i + 1], logprobs[i : i + 1])
-            if sequence.keep_top and top is not None:
-                sequence.top_ids.append(top[0][i])
-                sequence.top_logprobs.append(top[1][i])
+            if i in top:
+                sequence.top_ids.append(top[i][0])
+                sequence.top_logprobs.append(top[i][1])
         self.stats.seconds_sampling += time.perf_counter() - clock
 
     def _accept(self, sequence: Sequence, tokens: list[int], logprobs: list[float]) -> None:

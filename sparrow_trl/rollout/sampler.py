@@ -229,7 +229,7 @@ class Sampler:
 
     def __call__(
         self, logits: torch.Tensor, sequences: SequenceOf[Sequence], top_logprobs: int = 0
-    ) -> tuple[list[int], list[float], tuple[list, list] | None]:
+    ) -> tuple[list[int], list[float], dict[int, tuple[list[int], list[float]]]]:
         """
         Draw the next token of each sequence.
 
@@ -238,17 +238,27 @@ class Sampler:
             top_logprobs (`int`): how many of the most likely tokens to report for sequences with `keep_top`.
 
         Returns:
-            What [`draw`] returns, as lists.
+            Tokens and log-probabilities as [`draw`] gives them; and, by row, ids and log-probabilities of the most likely
+            tokens of the sequences with `keep_top`. Those of others are not looked for.
 
         Raises:
             FloatingPointError: where logits are not numbers.
         """
         uniforms = [sequence.uniforms[len(sequence.completion_ids)] for sequence in sequences]
         numbers = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
-        tokens, logprobs, top = self.draw(logits, numbers, top_logprobs, sequences)
+        tokens, logprobs, _ = self.draw(logits, numbers, sequences=sequences)
         found = logprobs.tolist()
         check_finite(found, sequences)
-        return tokens.tolist(), found, None if top is None else (top[0].tolist(), top[1].tolist())
+        asking = [row for row, sequence in enumerate(sequences) if sequence.keep_top] if top_logprobs else []
+        top: dict[int, tuple[list[int], list[float]]] = {}
+        if asking:
+            rows = torch.tensor(asking, device=logits.device)
+            _, best = static_ops.token_logprobs(
+                logits[rows], tokens[rows], temperature=self.temperature, top=top_logprobs
+            )
+            assert best is not None
+            top = dict(zip(asking, zip(best[0].tolist(), best[1].tolist(), strict=True), strict=True))
+        return tokens.tolist(), found, top
 
 
 def check_finite(logprobs: SequenceOf[float], sequences: SequenceOf[Sequence]) -> None:

@@ -111,13 +111,27 @@ def test_lora_is_on_in_the_rollouts_of_the_training_alone(tmp_path):
         tmp_path, arguments={"model": model, "eval_dataset": prompts(4)}, max_steps=1, learning_rate=0.0
     )
     adapter = randomise(adapter_of(trainer))
-    states = []
-    generate = trainer.rollout_engine.generate
-    trainer.rollout_engine.generate = lambda *args, **kw: states.append(adapter.is_active) or generate(*args, **kw)
+    states, dense = [], []
+    engine = trainer.rollout_engine
+    generate = engine.generate
+
+    def watched(*args, **kw):
+        states.append(adapter.is_active)
+        dense.append(engine.schedule.is_dense)
+        return generate(*args, **kw)
+
+    engine.generate = watched
     trainer.distill.updater.update = lambda *args: None
     trainer.train()
     trainer.evaluate()
     assert states[0] and len(states) > 1 and not any(states[1:])
+    # What is evaluated is the policy as it is published
+    assert not dense[0] and all(dense[1:]) and not engine.schedule.is_dense
+    (evaluated,) = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert evaluated["eval_sparrow/kv_share"] == 1 and "eval_sparrow/budget" not in evaluated
+    prompt_ids, completion_ids, logprobs = trainer.rollouts[1]
+    for prompt, completion, found in zip(prompt_ids, completion_ids, logprobs, strict=True):
+        torch.testing.assert_close(torch.tensor(found), plain_logprobs(model, prompt, completion), atol=1e-4, rtol=0)
     # The log-probabilities of the rollout are those of the LoRA's sparse forward, and TRL's those of the dense policy
     prompt_ids, completion_ids, logprobs = trainer.rollouts[0]
     sequences = [p + c for p, c in zip(prompt_ids, completion_ids, strict=True)]

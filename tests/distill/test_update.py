@@ -12,9 +12,9 @@ from rollouts import SPARSE, endless, engine_of, random_prompts, sampling
 from sparrow_trl.attention import TeacherForced
 from sparrow_trl.distill import DistillLoss, DistillUpdate, Sample, SparrowAdapter, samples_of
 from sparrow_trl.distill.samples import micro_batches, within_tokens
-from sparrow_trl.distill.split import SplitForward
 from sparrow_trl.rollout.isolation import rollout_mode
 from sparrow_trl.sparsity import SparsitySchedule
+from sparrow_trl.split_forward import SplitForward
 from tiny import tiny_model
 
 

@@ -193,17 +193,17 @@ def test_bounds():
     assert unbounded.schedule.budget_at(0) == 2000 / 16  # all pages of the bin
 
 
-def test_lowering_waits_unless_it_is_allowed():
+def test_lowering_waits_for_patience_and_room():
     controller = ScheduleController(SparsitySchedule.fixed(40))
     for _ in range(49):
         assert not controller.update([verdict(0, 0.97)])
-    assert controller.update([verdict(0, 0.97)])
-    assert not controller.update([verdict(0, 0.97)])
-    controller.allow_lowering()
     (decision,) = controller.update([verdict(0, 0.97)])
     assert decision.new < decision.old
-    controller.allow_lowering()
-    assert not controller.update([verdict(0, THRESHOLD + 1.5 * TAIL_PER_STEP)])  # no room: the interval reaches below
+    assert not controller.update([verdict(0, 0.97)])
+    hasty = ScheduleController(SparsitySchedule.fixed(40), patience=1)
+    assert not hasty.update([verdict(0, THRESHOLD + 1.5 * TAIL_PER_STEP)])  # no room: the interval reaches below
+    (decision,) = hasty.update([verdict(0, 0.97)])
+    assert decision.new < decision.old
 
 
 def test_state_is_resumable():

@@ -61,7 +61,7 @@ def test_capture_ends_with_an_exception():
     scorer = Scorer(tiny_model())
     with pytest.raises(RuntimeError, match="in between"), scorer.capture([0], 2):
         raise RuntimeError("in between")
-    assert not scorer.backbone._forward_hooks
+    assert not scorer.body._forward_hooks
 
 
 def test_model_without_a_backbone_is_refused():

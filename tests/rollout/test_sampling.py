@@ -189,10 +189,15 @@ def test_one_hot_logits(options, uniform):
     for row, (token, value) in enumerate([(0, 0.0), (100, -80.0), (VOCAB_SIZE - 1, 1e4)]):
         logits[row, token] = value
     config = GenerationConfig(**{"do_sample": True, **options})
-    tokens, found, top = Sampler(config, [STOP])(logits, [make_sequence([uniform]) for _ in range(3)], 2)
+    sequences = [make_sequence([uniform]) for _ in range(3)]
+    for sequence in sequences[:2]:
+        sequence.keep_top = True
+    tokens, found, top = Sampler(config, [STOP])(logits, sequences, 2)
     assert tokens == [0, 100, VOCAB_SIZE - 1]
     assert found == [0.0] * 3
-    assert [ids[0] for ids in top[0]] == tokens and [values[0] for values in top[1]] == [0.0] * 3
+    assert sorted(top) == [0, 1]  # of the sequences that ask
+    for row, (ids, values) in top.items():
+        assert len(ids) == len(values) == 2 and (ids[0], values[0]) == (tokens[row], 0.0)
 
 
 TRUNCATED = [

@@ -68,8 +68,8 @@ class SplitForward:
             if called == [3]:
                 return body
         raise ValueError(
-            f"The head of {type(self.causal_lm).__name__} cannot be run without its body, which distill_sparse needs. "
-            "Set distill_sparse=False."
+            f"The head of {type(self.causal_lm).__name__} cannot be run without its body, which the tail monitor and "
+            "distill_sparse need. Set tail_monitor=False and distill_sparse=False."
         )
 
 
