@@ -270,6 +270,12 @@ def test_command_says_what_does_not_fit(capsys):
     assert status == 0 and "does not fit" in out
 
 
+def test_contexts_end_by_default_with_the_model(capsys):
+    status, out, _ = run(capsys, "--model", str(CONFIGS / "smollm2-135m"), "--json", "-")
+    assert status == 0
+    assert [row["context"] for row in json.loads(out)["contexts"]] == [2048, 4096, 8192]
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "said"),
     [

@@ -11,6 +11,8 @@ BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHIP_NAMES = ("h200", "h100", "a100", "l4", "t4", "rtx4090", "mi300x")
 MEASURED = "measured"
 
+CONTEXTS = (2048, 4096, 8192, 16384, 32768)
+
 
 @dataclass
 class CostOptions:
@@ -23,7 +25,7 @@ class CostOptions:
         batch (`int`): sequences in a decode step.
         dtype (`str`): of weights and cache.
         schedule (`str`): what [`SparsitySchedule.resolve`] understands.
-        contexts (`list[int]`): tokens that a query sees.
+        contexts (`list[int]`, *optional*): tokens that a query sees; by default `CONTEXTS`, as far as the model reaches.
         prompt_length (`int`): where a rollout starts.
         page_sizes (`list[int]`): page sizes to compare, at equal kept tokens.
         curves (`list[str]`): schedules of `sparrow calibrate`, the cheapest of which is looked for.
@@ -37,7 +39,7 @@ class CostOptions:
     batch: int = 32
     dtype: str = "bfloat16"
     schedule: str = "auto"
-    contexts: list[int] = field(default_factory=lambda: [2048, 4096, 8192, 16384, 32768])
+    contexts: list[int] | None = None
     prompt_length: int = 512
     page_sizes: list[int] = field(default_factory=lambda: [16, 32, 64, 128])
     curves: list[str] = field(default_factory=list)
@@ -49,9 +51,9 @@ class CostOptions:
         for name in ("batch", "prompt_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1.")
-        if not self.contexts:
+        if self.contexts == []:
             raise ValueError("--context needs at least one number of tokens.")
-        for context in self.contexts:
+        for context in self.contexts or ():
             if context <= self.prompt_length:
                 raise ValueError(
                     f"--context {context} must be above --prompt-length {self.prompt_length}: nothing is decoded."
@@ -87,7 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=default.schedule,
         help="a preset, fixed:64, a file, ... (default: the model's preset, else fixed:64)",
     )
-    parser.add_argument("--context", dest="contexts", nargs="+", type=int, metavar="TOKENS", default=default.contexts)
+    parser.add_argument(
+        "--context",
+        dest="contexts",
+        nargs="+",
+        type=int,
+        metavar="TOKENS",
+        help=f"tokens that a query sees (default: {' '.join(map(str, CONTEXTS))}, as far as the model reaches)",
+    )
     parser.add_argument(
         "--prompt-length", type=int, default=default.prompt_length, help="start of a rollout (default: %(default)s)"
     )

@@ -20,7 +20,7 @@ from .chips import CHIPS, Chip, measure_chip
 from .compare import compare_with_bench
 from .decode import Cost, crossover, rollout_cost, speedup, step_cost
 from .frontier import TailCurve, cheapest_schedule
-from .options import BYTES_PER_VALUE, MEASURED, CostOptions
+from .options import BYTES_PER_VALUE, CONTEXTS, MEASURED, CostOptions
 from .plot import plot_speedup
 from .shape import ModelShape
 
@@ -74,10 +74,11 @@ def compute(options: CostOptions) -> dict[str, Any]:
         "fixed:64" if options.schedule == "auto" and not known else options.schedule, shape.name
     )
     dense = SparsitySchedule.dense(page_size=schedule.page_size)
-    if shape.longest is not None and max(options.contexts) > shape.longest:
+    longest = shape.longest or max(CONTEXTS)
+    contexts = options.contexts or [c for c in CONTEXTS if options.prompt_length < c <= longest] or [longest]
+    if shape.longest is not None and max(contexts) > shape.longest:
         raise ValueError(
-            f"--context {max(options.contexts)} is beyond the {shape.longest:,} positions of {shape.name}; give shorter "
-            "ones."
+            f"--context {max(contexts)} is beyond the {shape.longest:,} positions of {shape.name}; give shorter ones."
         )
 
     def row(context: int) -> dict[str, Any]:
@@ -102,11 +103,12 @@ def compute(options: CostOptions) -> dict[str, Any]:
         "model": {**asdict(shape), "windows": list(shape.windows)},
         "chip": {**asdict(chip), "intensity": chip.intensity},
         "schedule": {key: value for key, value in schedule.to_dict().items() if key != "provenance"},
-        "contexts": [row(context) for context in options.contexts],
-        "curve": _curve(shape, schedule, dense, chip, options, size),
+        "contexts": [row(context) for context in contexts],
+        "curve": _curve(shape, schedule, dense, chip, max(contexts), options, size),
         "crossover": crossover(shape, schedule, chip, options.batch, size),
         "page_sizes": [
-            _page_size_row(shape, schedule, page_size, chip, options, size) for page_size in options.page_sizes
+            _page_size_row(shape, schedule, page_size, chip, max(contexts), options.batch, size)
+            for page_size in options.page_sizes
         ],
     }
     if options.curves:
@@ -155,9 +157,9 @@ def _fits(shape: ModelShape, chip: Chip, context: int, batch: int, size: int) ->
     return size * (weights + cache) <= chip.memory
 
 
-def _curve(shape, schedule, dense, chip, options: CostOptions, size: int) -> dict[str, list]:
-    """The speed-up at many contexts, for the plot."""
-    low, high = max(options.prompt_length + 1, 256), max(options.contexts)
+def _curve(shape, schedule, dense, chip, high: int, options: CostOptions, size: int) -> dict[str, list]:
+    """The speed-up at many contexts up to `high`, for the plot."""
+    low = max(options.prompt_length + 1, 256)
     contexts = sorted({int(c) for c in np.geomspace(min(low, high), high, 60)})
     steps, rollouts = [], []
     for context in contexts:
@@ -185,18 +187,17 @@ def keeping_tokens(schedule: SparsitySchedule, page_size: int) -> SparsitySchedu
     )
 
 
-def _page_size_row(shape, schedule, page_size: int, chip, options: CostOptions, size: int) -> dict[str, Any]:
-    context = max(options.contexts)
+def _page_size_row(shape, schedule, page_size: int, chip, context: int, batch: int, size: int) -> dict[str, Any]:
     sized = keeping_tokens(schedule, page_size)
-    dense = step_cost(shape, SparsitySchedule.dense(page_size=page_size), context, options.batch, size)
-    sparse = step_cost(shape, sized, context, options.batch, size)
+    dense = step_cost(shape, SparsitySchedule.dense(page_size=page_size), context, batch, size)
+    sparse = step_cost(shape, sized, context, batch, size)
     return {
         "page_size": page_size,
         "context": context,
         "budget": None if sized.is_dense else sized.budget_at(context - 1),
         "kv_bytes": sparse.kv_bytes,
         "speedup": speedup(dense, sparse, chip),
-        "as_cheap_budget": _as_cheap(shape, schedule, sized, context, chip, options.batch, size),
+        "as_cheap_budget": _as_cheap(shape, schedule, sized, context, chip, batch, size),
     }
 
 
