@@ -34,11 +34,6 @@ def mean_pass_at_k(samples: Samples, k: int) -> float:
     return float(np.mean([pass_at_k(len(row), int(sum(map(bool, row))), k) for row in samples]))
 
 
-def mean_accuracy(samples: Samples) -> float:
-    """Share of right samples of a problem, averaged over problems (Mean@n)."""
-    return float(np.mean([np.mean(row) for row in samples]))
-
-
 def bootstrap_interval(
     values: Sequence[float], level: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:

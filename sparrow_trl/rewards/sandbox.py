@@ -19,7 +19,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -397,8 +397,3 @@ def _wrapper(isolation: str, read_paths: list[str], limits: Limits) -> list[str]
     for path in read_paths:
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     return [*command, "--chdir", "/tmp"]
-
-
-def with_time(limits: Limits, seconds: float) -> Limits:
-    """The limits with `seconds` of CPU time, and twice that from start to end."""
-    return replace(limits, cpu_seconds=max(1, round(seconds)), wall_seconds=2.0 * seconds)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from sparrow_trl.evaluation.statistics import (
     bootstrap_interval,
-    mean_accuracy,
     mean_pass_at_k,
     pass_at_k,
     summarise,
@@ -49,7 +48,7 @@ def test_mistakes(n, right, k, said):
 
 def test_means():
     samples = [[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
-    assert mean_accuracy(samples) == pytest.approx(0.5)
+    assert summarise(samples, [])["mean"] == pytest.approx(0.5)
     assert mean_pass_at_k(samples, 1) == pytest.approx(0.5)
     assert mean_pass_at_k(samples, 2) == pytest.approx((5 / 6 + 0 + 1) / 3)
     assert mean_pass_at_k(samples, 4) == pytest.approx(2 / 3)
