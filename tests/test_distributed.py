@@ -90,5 +90,6 @@ def test_acceptance_rates_are_pooled_over_both_processes(report):
 def test_evaluation_and_saving_finish_too(report):
     evaluations = logs_with(report, "eval_loss")
     assert [entry["step"] for entry in evaluations] == [2, 3]
-    assert all(0 < entry["eval_sparrow/kv_share"] < 1 for entry in evaluations)
+    # The run has a LoRA of DistillSparse, so its evaluations sample densely
+    assert all(entry["eval_sparrow/kv_share"] == 1 for entry in evaluations)
     assert report["log_history"][-1]["step"] == 3
