@@ -8,7 +8,6 @@ Prints one JSON object a line. No speed is printed unless the kernel's values an
 
 import argparse
 import json
-import statistics
 import sys
 
 import torch
@@ -16,10 +15,7 @@ import torch.nn.functional as F
 
 from sparrow_kernels import reference
 from sparrow_kernels.teacher_forced import teacher_forced_attention
-
-
-SHAPES = {"qwen3-1.7b": (16, 8, 128), "qwen3-8b": (32, 8, 128), "smollm2-135m": (9, 3, 64)}
-LAYOUT = {"page_size": 16, "sink_pages": 1, "recent_pages": 2}
+from timing import LAYOUT, SHAPES, milliseconds
 
 
 def inputs(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device):
@@ -58,20 +54,6 @@ def error(shape, device) -> float:
         torch.autograd.grad(out, tensors, direction), torch.autograd.grad(expected, tensors, direction), strict=True
     )
     return max(((found - wanted).norm() / wanted.norm()).item() for found, wanted in pairs)
-
-
-def milliseconds(call, repeats: int) -> float:
-    """Median of `repeats` runs."""
-    times = []
-    for i in range(repeats + 3):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        stop.record()
-        torch.cuda.synchronize()
-        if i >= 3:
-            times.append(start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 def measure(shape, length, budget, device, repeats=5) -> dict[str, float]:

@@ -12,8 +12,8 @@ import sys
 
 import torch
 
-from benchmark_teacher_forced import milliseconds
 from sparrow_kernels.token_logprobs import token_logprobs
+from timing import milliseconds
 
 
 VOCABULARIES = {"smollm2": 49152, "llama-3.1": 128256, "qwen3": 151936, "gemma-3": 262144}

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import benchmark_paged_attention
 from pools import DEVICE, DTYPES, assert_close, make_pool, make_query, poison
 from sparrow_kernels import paged_attention as op
 from sparrow_kernels import reference
@@ -278,3 +279,8 @@ def test_errors_name_the_argument(change, message):
     }
     with pytest.raises(ValueError, match=message):
         paged_attention(**arguments | change)
+
+
+@pytest.mark.parametrize("shape", [(9, 3, 64), (16, 8, 128)], ids=str)
+def test_the_gate_of_the_benchmark(shape):
+    assert benchmark_paged_attention.error(shape, DEVICE) < 1e-5

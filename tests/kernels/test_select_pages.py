@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import benchmark_select_pages
 from pools import DEVICE, DTYPES, make_pool, make_query, poison
 from sparrow_kernels import reference
 from sparrow_kernels import select_pages as op
@@ -194,3 +195,8 @@ def test_errors_name_the_argument(change, message):
     }
     with pytest.raises(ValueError, match=message):
         select_pages(**arguments | change)
+
+
+@pytest.mark.parametrize("shape", [(9, 3, 64), (16, 8, 128)], ids=str)
+def test_the_gate_of_the_benchmark(shape):
+    assert benchmark_select_pages.error(shape, DEVICE) < 1e-5

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import benchmark_store_kv
 from pools import DEVICE, DTYPES, poison
 from sparrow_kernels import reference
 from sparrow_kernels.store_kv import store_kv
@@ -117,3 +118,8 @@ def test_errors_name_the_argument(change, message):
     }
     with pytest.raises(ValueError, match=message):
         store_kv(**arguments | change)
+
+
+@pytest.mark.parametrize("shape", [(9, 3, 64), (16, 8, 128)], ids=str)
+def test_the_gate_of_the_benchmark(shape):
+    assert benchmark_store_kv.error(shape, DEVICE) < 1e-5
