@@ -11,7 +11,7 @@ import torch
 from sparrow_trl import SparsitySchedule
 from sparrow_trl.cli import main
 from sparrow_trl.sparsity.calibration import CalibrationOptions, Source, calibrate_schedule, load_source, measure_tail
-from sparrow_trl.sparsity.calibration import run as run_module
+from sparrow_trl.sparsity.calibration import calibrator as calibrator_module
 from sparrow_trl.sparsity.calibration.auto import calibrate_for_training
 from sparrow_trl.sparsity.calibration.curves import Tail
 from sparrow_trl.sparsity.calibration.measure import Store
@@ -152,7 +152,7 @@ def test_a_bin_that_sags_is_mended(model, tokenizer, text, monkeypatch):
         lows = {0: 0.805, 1: 0.76, 2: 0.85} if len(seen) == 1 else {0: 0.805, 1: 0.805, 2: 0.805}
         return {index: Tail(low + 0.01, low, low + 0.02, 0.97, 256, 1.0) for index, low in lows.items()}
 
-    monkeypatch.setattr(run_module, "_check", check)
+    monkeypatch.setattr(calibrator_module, "check_schedule", check)
     found = calibrate_schedule(
         model, tokenizer, text, progress_bar=False, options=SMALL, budgets=(1, 2, 4, 8, 16), target=0.8
     )
@@ -168,7 +168,7 @@ def test_a_bin_raised_after_the_last_check_says_so(model, tokenizer, text, monke
     def check(measurer, schedule, stretches, options):
         return {index: Tail(0.85, 0.84, 0.86, 0.97, 256, 1.0) for index in stretches}
 
-    monkeypatch.setattr(run_module, "_check", check)
+    monkeypatch.setattr(calibrator_module, "check_schedule", check)
     found = calibrate_schedule(model, tokenizer, text, progress_bar=False, options=SMALL, checks=1)
     assert all(
         after >= before for after, before in zip(found.schedule.budgets, found.checks[0].schedule.budgets, strict=True)

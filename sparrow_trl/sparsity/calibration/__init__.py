@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 # Imported on first use, so that `sparrow --help` costs no PyTorch.
 _EXPORTS = {
-    "Calibration": "run",
+    "Calibration": "results",
     "CalibrationOptions": "options",
     "MeasureOptions": "options",
     "Source": "texts",
     "Tail": "curves",
-    "TailReport": "run",
+    "TailReport": "results",
     "calibrate_schedule": "run",
     "load_source": "texts",
     "measure_tail": "run",
@@ -32,7 +32,8 @@ __all__ = [
 if TYPE_CHECKING:
     from .curves import Tail
     from .options import CalibrationOptions, MeasureOptions
-    from .run import Calibration, TailReport, calibrate_schedule, measure_tail
+    from .results import Calibration, TailReport
+    from .run import calibrate_schedule, measure_tail
     from .texts import Source, load_source
 
 
