@@ -44,6 +44,7 @@ def plot_calibration(schedule: SparsitySchedule, path: str | os.PathLike[str]) -
     if schedule.target is not None:
         curves.axhline(schedule.target, color="grey", linestyle="--", linewidth=0.8)
     curves.set_xscale("log", base=2)
+    curves.xaxis.set_major_formatter("{x:g}")
     curves.set_xlabel("budget (scored pages)")
     curves.set_ylabel("tail of the acceptance rate")
     curves.legend()
