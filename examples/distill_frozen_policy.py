@@ -43,6 +43,9 @@ class Arguments:
     completion_tokens: int = field(default=512, metadata={"help": "Tokens of a completion, at most."})
     held_out: int = field(default=32, metadata={"help": "Prompts on which the tail is measured."})
     measurements: int = field(default=2, metadata={"help": "Measurements on the way."})
+    other_budgets: str = field(
+        default="9,11,13", metadata={"help": "Budgets measured without the LoRA at the end, separated by commas."}
+    )
     batch: int = field(default=16, metadata={"help": "Completions that are sampled at a time."})
     steps: int = field(default=4, metadata={"help": "Optimizer steps on each such batch."})
     rank: int = field(default=16, metadata={"help": "Rank of the LoRA."})
@@ -129,6 +132,32 @@ def summary(values: list[torch.Tensor], positions_from: int, bin_tokens: int = 1
             if histogram.tokens(index) >= 200
         ],
     }
+
+
+def without_the_lora(
+    engine: RolloutEngine, before: dict, prompts: list[list[int]], config: GenerationConfig, options: Arguments
+) -> list[dict]:
+    """Budgets and what was measured with them without the LoRA, that of the experiment first."""
+    found = [
+        {"budget": options.budget, **{name: before[name] for name in ("tail", "tail_interval", "mean", "tokens")}}
+    ]
+    schedule = engine.schedule
+    for budget in map(int, filter(None, options.other_budgets.split(","))):
+        engine.schedule = SparsitySchedule.fixed(budget)
+        values = summary(measure(engine, None, prompts, config, 1), options.prompt_tokens)
+        found.append({"budget": budget, **{name: values[name] for name in found[0] if name != "budget"}})
+    engine.schedule = schedule
+    return found
+
+
+def equal_budget(without: list[dict], tail: float) -> float | None:
+    """The budget that has this tail without the LoRA, linear in the logarithm of the kept pages; `None` if all have less."""
+    points = sorted((point["tail"], point["budget"]) for point in without)
+    if tail > points[-1][0]:
+        return None
+    tails, budgets = zip(*points, strict=True)
+    always = SparsitySchedule.fixed(1).sink_pages + SparsitySchedule.fixed(1).recent_pages
+    return float(np.exp2(np.interp(tail, tails, np.log2(np.array(budgets) + always))) - always)
 
 
 def plot(record: dict, path: Path) -> None:
@@ -242,6 +271,8 @@ def run(model: PreTrainedModel, stream: list[int], options: Arguments, name: str
     record["tail_lift"], record["mean_lift"] = after["tail"] - before["tail"], after["mean"] - before["mean"]
     record["intervals_apart"] = after["tail_interval"][0] > before["tail_interval"][1]
     adapter.save_pretrained(folder / "adapter")
+    record["without"] = without_the_lora(engine, before, held_out, config, options)
+    record["equal_budget"] = equal_budget(record["without"], after["tail"])
     (folder / "distill.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     plot(record, folder / "distill.png")
     return record
@@ -264,6 +295,10 @@ def main() -> None:
         f"Tail lifted by {record['tail_lift']:.4f}, mean by {record['mean_lift']:.4f}, in {record['measurements'][-1]['minutes']:.1f} "
         f"minutes; the intervals of the tail are {'apart' if record['intervals_apart'] else 'not apart'}."
     )
+    for point in record["without"][1:]:
+        console.print(f"Without the LoRA, {point['budget']} scored pages have a tail of {point['tail']:.4f}.")
+    if record["equal_budget"]:
+        console.print(f"With it, {options.budget} are worth {record['equal_budget']:.1f}.")
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ def test_distillation_of_a_frozen_policy(tmp_path):
         batch=2,
         steps=1,
         bf16=False,
+        other_budgets="2",
     )
     stream = torch.randint(5, 200, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
     model = tiny_model(eos_token_id=None)
@@ -111,6 +112,12 @@ def test_distillation_of_a_frozen_policy(tmp_path):
     assert first["tokens"] == 120 and record["updates"][-1]["minutes"] >= 0.02
     assert first["tail_interval"][0] <= first["tail"] <= first["tail_interval"][1]
     assert record["tail_lift"] == last["tail"] - first["tail"]
+    assert [point["budget"] for point in record["without"]] == [1, 2]
+    assert record["without"][0]["tail"] == first["tail"] < record["without"][1]["tail"]
+    # 4 kept pages have a tail of 0.7 and 16 one of 0.8: 8 lie in the middle
+    curve = [{"budget": 1, "tail": 0.7}, {"budget": 13, "tail": 0.8}]
+    assert script["equal_budget"](curve, 0.75) == pytest.approx(5)
+    assert script["equal_budget"](curve, 0.81) is None
     assert (tmp_path / "distill.png").stat().st_size > 1000
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
 
