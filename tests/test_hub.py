@@ -300,6 +300,12 @@ def test_push_leaves_a_folder_without_a_model_alone(hub, tmp_path, capsys):
     assert (tmp_path / "README.md").read_text() == "my project"
 
 
+def test_push_of_a_card_that_cannot_be_read(hub, saved, capsys):
+    (saved / "README.md").write_text("---\na: [\n---\n")
+    assert main(["push", str(saved), REPO]) == 2
+    assert "ParserError" in capsys.readouterr().err
+
+
 # --- the card ---
 
 

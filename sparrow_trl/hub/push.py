@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import CommitInfo, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -167,7 +168,7 @@ def main(
     except PushError as error:
         print(error, file=sys.stderr)
         return 1
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(commit.commit_url)

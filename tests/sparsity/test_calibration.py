@@ -427,3 +427,23 @@ def test_nothing_is_measured_behind_the_end_of_a_completion(model, tmp_path):
 def test_temperatures_that_are_none(temperature):
     with pytest.raises(ValueError, match="--temperature"):
         MeasureOptions(temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("empty.jsonl", "", "is empty"),
+        ("broken.jsonl", "{broken\n", "is no file of rows"),
+        ("numbers.jsonl", '{"text": 5}\n', "text in row 0 .* is a int, not a string"),
+        ("prompts.jsonl", '{"prompt": 5}\n', "prompt in row 0 .* is a int, not a string or messages"),
+    ],
+)
+def test_files_that_hold_no_rows_of_text(tokenizer, tmp_path, name, content, said):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=said):
+        load_source(str(tmp_path / name), tokenizer)
+
+
+def test_rows_without_a_prompt_are_left_out(tokenizer):
+    rows = [{"prompt": "one"}, {"other": 1}, {"prompt": None}, {"prompt": ""}]
+    assert load_source(rows, tokenizer).rows == load_source(["one"], tokenizer).rows
