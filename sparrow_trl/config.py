@@ -419,6 +419,8 @@ class SparrowGRPOConfig(GRPOConfig):
             raise
 
         self._check_rollout_options()
+        for name in ("distill_sparse", "distill_reuse_teacher"):
+            boolean(name, getattr(self, name))
         if self.distill_sparse:
             self._check_distill_options()
         self._check_tail_options()
