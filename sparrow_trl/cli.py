@@ -40,6 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run_train(args, argv[argv.index("train") + 1 :])
     if rest:
         _parser().parse_args(argv)  # says what it does not know
+    json_path = getattr(args, "json", None)
+    if json_path not in (None, "-") and (
+        os.path.isdir(json_path) or not os.path.isdir(os.path.dirname(json_path) or ".")
+    ):
+        # Now, and not when all has been computed
+        print(f"sparrow: --json {json_path} is no file in a folder that exists.", file=sys.stderr)
+        return 2
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars of transformers, between our lines
     try:
         return args.run(args, argv)

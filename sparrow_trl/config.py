@@ -419,6 +419,8 @@ class SparrowGRPOConfig(GRPOConfig):
             raise
 
         self._check_rollout_options()
+        for name in ("distill_sparse", "distill_reuse_teacher"):
+            boolean(name, getattr(self, name))
         if self.distill_sparse:
             self._check_distill_options()
         self._check_tail_options()
@@ -470,8 +472,11 @@ class SparrowGRPOConfig(GRPOConfig):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} is not a positive integer.")
-        if self.distill_tokens is not None and self.distill_tokens < 1:
-            raise ValueError(f"distill_tokens={self.distill_tokens} is below 1; None sets no limit.")
+        if self.distill_tokens is not None:
+            self.distill_tokens = integer("distill_tokens", self.distill_tokens, low=1)
+        alpha = self.distill_alpha
+        if alpha is not None and (isinstance(alpha, (bool, str)) or not 0 < alpha < float("inf")):
+            raise ValueError(f"distill_alpha={alpha!r} is not a finite number above 0; None is twice the rank.")
         for name in (
             "distill_learning_rate",
             "distill_warmup_steps",
@@ -479,8 +484,9 @@ class SparrowGRPOConfig(GRPOConfig):
             "distill_kl_coef",
             "distill_ppo_coef",
         ):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)} is not a finite number of at least 0.")
+            value = getattr(self, name)
+            if isinstance(value, (bool, str)) or not 0 <= value < float("inf"):
+                raise ValueError(f"{name}={value!r} is not a finite number of at least 0.")
         for name, choices in (("distill_kl", KL_ESTIMATORS), ("distill_kl_direction", KL_DIRECTIONS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")

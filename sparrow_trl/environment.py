@@ -7,7 +7,11 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    import torch
 
 
 DISTRIBUTION = "sparrow-trl"
@@ -122,3 +126,21 @@ def _cpu_name() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def find_device(name: str | None) -> torch.device:
+    """
+    The device of an option `--device`; by default the GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"--device {name!r} cannot be used here: {reason}") from error
+    return device

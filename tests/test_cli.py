@@ -203,3 +203,17 @@ def test_doctor_probe_needs_a_model(capsys):
     status, out, _ = run(capsys, "doctor", "--probe")
     assert status == 2
     assert "--probe needs a MODEL" in out
+
+
+@pytest.mark.parametrize("path", ["no/such/folder/x.json", "."])
+@pytest.mark.parametrize("command", [["cost"], ["bench", "rollout"], ["eval", "model", "--suite", "offline"]])
+def test_json_that_cannot_be_written_is_refused_at_once(capsys, monkeypatch, tmp_path, command, path):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run(capsys, *command, "--json", path)
+    assert status == 2 and f"--json {path} is no file" in err
+
+
+@pytest.mark.parametrize("name", ["abacus", "cuda:99"])
+def test_device_that_does_not_exist(name):
+    with pytest.raises(ValueError, match=f"--device '{name}' cannot be used here"):
+        environment.find_device(name)

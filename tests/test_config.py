@@ -213,6 +213,7 @@ def broken_file(tmp_path):
         ({"rollout_memory_fraction": float("nan")}, ["rollout_memory_fraction=nan", "(0, 1]"]),
         ({"rollout_check_support": "yes"}, ["rollout_check_support='yes'", "True or False"]),
         ({"rollout_decode_backend": "cuda"}, ["rollout_decode_backend='cuda'", "'auto', 'host'"]),
+        ({"distill_sparse": "no"}, ["distill_sparse='no'", "True or False"]),
         ({"rollout_check_support": None}, ["rollout_check_support=None", "True or False"]),
         ({"rollout_progress_bar": 1}, ["rollout_progress_bar=1", "True or False or None"]),
         (

@@ -294,6 +294,18 @@ def test_push_refuses(hub, saved, tmp_path, capsys, folder, repo_id, message):
     assert not hub.files
 
 
+def test_push_leaves_a_folder_without_a_model_alone(hub, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("my project")
+    assert main(["push", str(tmp_path), REPO]) == 2
+    assert (tmp_path / "README.md").read_text() == "my project"
+
+
+def test_push_of_a_card_that_cannot_be_read(hub, saved, capsys):
+    (saved / "README.md").write_text("---\na: [\n---\n")
+    assert main(["push", str(saved), REPO]) == 2
+    assert "ParserError" in capsys.readouterr().err
+
+
 # --- the card ---
 
 
@@ -357,6 +369,9 @@ def test_reproduce_command_tells_no_token(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     argv = ["x.py", "--hub_token", "hf_a", "--token=hf_b", "--hub-token", "hf_c", "--lr", "1"]
     assert reproduce_command(argv) == "python x.py --lr 1"
+    token = "hf_" + "aB3" * 11
+    argv = ["x.py", "--model_init_kwargs", json.dumps({"token": token}), "--hub_tok", token]
+    assert token not in reproduce_command(argv)
 
 
 def test_public_config_looks_into_nested_options():

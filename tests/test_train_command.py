@@ -94,12 +94,24 @@ def test_dry_run_plans_without_loading_weights(folder, capsys, monkeypatch):
         ({"dataset_train_split": "validation"}, "dataset_train_split='validation' is no split"),
         ({"sparse_schedule": "fixed:many"}, "'many' is not a number of pages"),
         ({"num_generations": 3}, "num_generations"),
+        ({"config": "list.yaml"}, "Error"),
+        ({"config": "broken.yaml"}, "Error"),
         ({"chip": "abacus"}, "chip='abacus'"),
     ],
 )
 def test_mistakes_are_named(folder, capsys, options, message):
+    if "config" in options:
+        (folder / "list.yaml").write_text("- 1")
+        (folder / "broken.yaml").write_text("a: [")
+        options = {"config": folder / options["config"]}
     assert main([*flags(folder, **options), "--dry-run"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_dataset_without_prompts_is_named(folder, capsys):
+    (folder / "questions.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    assert main([*flags(folder, dataset_name=folder / "questions.jsonl"), "--dry-run"]) == 2
+    assert "no column 'prompt'; it has question, answer" in capsys.readouterr().err
 
 
 def test_overlong_reward_goes_by_the_limit_of_the_run():

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from ..embedded import MODEL_NAME, load_smollm2
-from ..environment import hardware, versions
+from ..environment import find_device, hardware, versions
 from ..memory import free_memory
 from ..rollout import RolloutEngine, UnsupportedModelError
 from ..sparsity import SparsitySchedule
@@ -83,7 +83,7 @@ def run(options: RolloutOptions, report: Callable[[str], None]) -> dict[str, Any
         ValueError: where the options do not fit the model, the text or the memory.
     """
     started = time.perf_counter()
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(options.device)
     named = {name: SparsitySchedule.resolve(name, options.model) for name in options.schedules}
     page_sizes = {schedule.page_size for schedule in named.values()}
     if len(page_sizes) > 1:

@@ -28,6 +28,12 @@ ALL_LINEAR = "all-linear"
 
 _WEIGHTS_FILE = "adapter_model.safetensors"
 _CONFIG_FILE = "adapter_config.json"
+_EXTRAS = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+)  # of PEFT's configuration, that change the update
 _PREFIX = "base_model.model."  # of PEFT's parameter names
 
 
@@ -55,7 +61,7 @@ class SparrowAdapter(nn.Module):
             Of the initial weights. The global random state is not touched.
 
     Raises:
-        ValueError: the rank is below 1, a target does not exist or is not a linear layer, or the model has an adapter
+        ValueError: the rank is below 1 or alpha not above 0, a target does not exist or is not a linear layer, or the model has an adapter
             of that name.
     """
 
@@ -70,6 +76,8 @@ class SparrowAdapter(nn.Module):
         super().__init__()
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ValueError(f"rank={rank!r} must be at least 1 (see `distill_rank`).")
+        if alpha is not None and not 0 < alpha < float("inf"):
+            raise ValueError(f"alpha={alpha!r} must be above 0, and finite (see `distill_alpha`).")
         self.rank, self.alpha = rank, float(2 * rank if alpha is None else alpha)
         self.target_modules = target_modules if isinstance(target_modules, str) else list(target_modules)
         self.base_name = model.config.name_or_path
@@ -194,6 +202,14 @@ class SparrowAdapter(nn.Module):
                 f"The adapter in {folder} adapts other layers than this one, for example {odd}; set "
                 "distill_target_modules to the stored value."
             )
+        for name, update in zip(self.names, self.updates, strict=True):
+            for side, tensor in (("A", update.A), ("B", update.B)):
+                stored = weights[f"{_PREFIX}{name}.lora_{side}.weight"]
+                if stored.shape != tensor.shape:
+                    raise ValueError(
+                        f"The adapter in {folder} is for a model of another size: lora_{side} of {name} is "
+                        f"{tuple(stored.shape)} there, and {tuple(tensor.shape)} here."
+                    )
         with torch.no_grad():
             for name, update in zip(self.names, self.updates, strict=True):
                 update.A.copy_(weights[f"{_PREFIX}{name}.lora_A.weight"])
@@ -209,8 +225,10 @@ class SparrowAdapter(nn.Module):
             ValueError: it does not fit the model, or is not a plain LoRA.
         """
         config, _ = _read(folder)
-        if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("use_rslora"):
-            raise ValueError(f"The adapter in {folder} is not a plain LoRA (peft_type={config.get('peft_type')!r}).")
+        extras = [name for name in _EXTRAS if config.get(name)]
+        if config.get("peft_type") != "LORA" or extras:
+            said = ", ".join([f"peft_type={config.get('peft_type')!r}", *(f"{n}={config[n]!r}" for n in extras)])
+            raise ValueError(f"The adapter in {folder} is not a plain LoRA ({said}).")
         adapter = cls(model, config["r"], config["lora_alpha"], config["target_modules"])
         adapter.load_weights(folder)
         return adapter

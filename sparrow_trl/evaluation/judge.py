@@ -22,11 +22,13 @@ class Judgement:
         exact (`bool`, *optional*): for maths, whether the answer is the reference as a text, but for fonts and space: a
             second opinion that uses nothing of what computes rewards.
         detail (`str`): what happened.
+        timed_out (`bool`): whether the judgement ran into its limit of time.
     """
 
     right: bool | None
     exact: bool | None = None
     detail: str = ""
+    timed_out: bool = False
 
 
 def judge(
@@ -54,7 +56,8 @@ def judge(
         right = None if result.status == "unreadable" else result.status == "right"
         found = extract_answer(text, is_open)
         exact = found is not None and found[1] and plain(found[0]) == plain(answer)
-        judgements.append(Judgement(right, exact, f"{result.status} {result.detail}".strip()))
+        said = f"{result.status} {result.detail}".strip()
+        judgements.append(Judgement(right, exact, said, "timeout" in (result.status, result.detail)))
     return judgements
 
 
@@ -67,7 +70,10 @@ def _judge_code(
         programs.append(None if code is None else f"{problem.preamble}\n{code}" if problem.preamble else code)
     sandbox = _sandbox(tuple(sorted(benchmark.limits.items())), benchmark.packages)
     verdicts = run_programs(programs, [problem.tests for problem in problems], sandbox=sandbox)
-    return [Judgement(None if v is None else v.ok, None, "no tests" if v is None else v.message) for v in verdicts]
+    return [
+        Judgement(None, None, "no tests") if v is None else Judgement(v.ok, None, v.message, v.timeouts > 0)
+        for v in verdicts
+    ]
 
 
 @lru_cache(maxsize=4)

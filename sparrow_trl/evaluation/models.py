@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..embedded import MODEL_NAME, load_smollm2
+from ..environment import find_device
 
 
 if TYPE_CHECKING:
@@ -25,11 +26,12 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if device is None and torch.accelerator.is_available():
+        device = str(torch.accelerator.current_accelerator())
+    found = find_device(device or "cpu")
     if name == MODEL_NAME:
         model, tokenizer = load_smollm2("float32" if dtype == "auto" else dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(name)
-    if device is None and torch.accelerator.is_available():
-        device = str(torch.accelerator.current_accelerator())
-    return model.to(device or "cpu").eval(), tokenizer
+    return model.to(found).eval(), tokenizer

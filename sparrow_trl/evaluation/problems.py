@@ -38,6 +38,9 @@ class Problem:
     preamble: str = ""
 
 
+_NAMES = ("id", "task_id", "question_id", "unique_id")
+
+
 def load_problems(benchmark: Benchmark, limit: int | None = None, data: str | Path | None = None) -> list[Problem]:
     """
     Problems of a benchmark.
@@ -67,14 +70,13 @@ def load_problems(benchmark: Benchmark, limit: int | None = None, data: str | Pa
                 f"{sorted(rows[0])}."
             )
     read = _READERS[benchmark.reader]
-    problems = []
-    for number, row in enumerate(rows):
-        values = {ours: row.get(theirs) for ours, theirs in benchmark.columns.items()}
-        name = next(
-            (str(row[key]) for key in ("id", "task_id", "question_id", "unique_id") if key in row), str(number)
-        )
-        problems.append(read(benchmark, name, values))
-    return problems
+    names = [next((str(row[key]) for key in _NAMES if row.get(key) is not None), str(n)) for n, row in enumerate(rows)]
+    if len(set(names)) < len(names):  # samples are pooled by name
+        names = [str(number) for number in range(len(rows))]
+    return [
+        read(benchmark, name, {ours: row.get(theirs) for ours, theirs in benchmark.columns.items()})
+        for name, row in zip(names, rows, strict=True)
+    ]
 
 
 def _rows(benchmark: Benchmark, data: str | Path | None) -> list[dict[str, Any]]:
@@ -102,7 +104,8 @@ def _maths(benchmark: Benchmark, name: str, row: Mapping[str, Any]) -> Problem:
     answer = row["answer"]
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)  # AMC's answers are stored as 142.0
-    return Problem(name, benchmark.prompt.format(problem=str(row["problem"]).strip()), answer=str(answer).strip())
+    answer = "" if answer is None else str(answer).strip()
+    return Problem(name, benchmark.prompt.format(problem=str(row["problem"]).strip()), answer=answer)
 
 
 def _gsm8k(benchmark: Benchmark, name: str, row: Mapping[str, Any]) -> Problem:

@@ -100,7 +100,7 @@ def summary(batches: Sequence[Mapping[str, Any]], benchmark: Benchmark, seed: in
         "num_problems": len(samples),
         "num_samples": len(samples[0]),
         "unreadable_references": len(by_problem) - len(readable),
-        "timeouts": sum("timeout" in record["detail"] or "'time'" in record["detail"] for record in records),
+        "timeouts": sum(record["timed_out"] for record in records),
         "mean_tokens": float(np.mean(tokens)),
         "unfinished": float(np.mean([record["finish_reason"] == "length" for record in records])),
         "tokens_per_second": sum(tokens) / seconds if seconds else 0.0,

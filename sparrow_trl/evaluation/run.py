@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -57,8 +58,8 @@ class Sampling:
         for name in ("top_k", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
-        if self.temperature is not None and self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature} must not be negative; 0 decodes greedily.")
+        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be finite and not negative; 0 decodes greedily.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} is not in (0, 1]; 1.0 turns it off.")
         if self.temperature == 0 and self.num_samples not in (None, 1):
@@ -121,6 +122,7 @@ def evaluate_model(
             holds completions made with other settings.
     """
     from ..rollout import RolloutEngine
+    from ..sparsity.calibration.provenance import weights_fingerprint
 
     benchmarks = find_benchmarks(suites if isinstance(suites, str) else list(suites))
     name = str(model_name or getattr(model.config, "name_or_path", "") or type(model).__name__)
@@ -137,7 +139,12 @@ def evaluate_model(
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     evaluation = Evaluation(
-        name, settings={"dtype": str(model.dtype).removeprefix("torch."), "batch_size": batch_size}
+        name,
+        settings={
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "batch_size": batch_size,
+            "weights": weights_fingerprint(model),  # a folder that was trained on keeps its name
+        },
     )
     stops = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     engine = RolloutEngine(model, SparsitySchedule.dense(), stop_token_ids=stops, **dict(engine_options or {}))
@@ -205,6 +212,7 @@ class _Run:
             "model": model,
             "suite": self.benchmark.name,
             "problems": len(self.problems),
+            "problems_fingerprint": hashlib.sha256(repr(self.problems).encode()).hexdigest()[:16],
             "limit": limit,
             "schedule": None if schedule.is_dense else schedule.to_dict(),
             "chat_template_kwargs": dict(template or {}),
@@ -280,6 +288,7 @@ class _Run:
                     "right": judgement.right,
                     "exact": judgement.exact,
                     "detail": judgement.detail,
+                    "timed_out": judgement.timed_out,
                     "tokens": len(output.completion_ids[index]),
                     "finish_reason": output.finish_reasons[index],
                     "text": completions[index],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import CommitInfo, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -103,14 +104,7 @@ def push_folder(
         `ValueError`: `repo_id` is not the name of a repository.
         [`PushError`]: it failed, after all retries.
     """
-    path = Path(folder)
-    if not path.is_dir():
-        raise FileNotFoundError(f"There is no folder {os.fspath(folder)!r} to push.")
-    if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
-        raise FileNotFoundError(
-            f"The folder {os.fspath(folder)!r} has neither config.json nor adapter_config.json, so it holds no model. Give "
-            "the output_dir of a training, or one of its checkpoints."
-        )
+    path = _model_folder(folder)
     api = HfApi(token=token)
     for attempt in range(retries + 1):
         try:
@@ -134,6 +128,18 @@ def push_folder(
     raise AssertionError("unreachable")
 
 
+def _model_folder(folder: str | os.PathLike[str]) -> Path:
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"There is no folder {os.fspath(folder)!r} to push.")
+    if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+        raise FileNotFoundError(
+            f"The folder {os.fspath(folder)!r} has neither config.json nor adapter_config.json, so it holds no model. Give "
+            "the output_dir of a training, or one of its checkpoints."
+        )
+    return path
+
+
 def main(
     folder: str,
     repo_id: str,
@@ -153,15 +159,16 @@ def main(
     from .card import make_card
 
     try:
-        if not keep_card and Path(folder).is_dir():
-            card = Path(folder) / "README.md"
+        path = _model_folder(folder)  # before a README.md that is none of ours is overwritten
+        if not keep_card:
+            card = path / "README.md"
             tags = ModelCard.load(card).data.tags if card.is_file() else None
             make_card(folder, repo_id=repo_id, tags=tags or ()).save(card)
         commit = push_folder(folder, repo_id, token=token, private=private, revision=revision, commit_message=message)
     except PushError as error:
         print(error, file=sys.stderr)
         return 1
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(commit.commit_url)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from ..sparsity.schedule import RECORD_FOLDER
 RUN_FILE = "run.json"
 
 _SECRETS = ("token", "hub_token", "push_to_hub_token")
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 # Means over a whole run would mix what grows with the length of completions: only these say something as a mean.
 _AVERAGED = ("rollout_tokens_per_second", "rollout_seconds", "kv_share", "budget", "clipped_fraction")
 
@@ -97,12 +99,13 @@ def public_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_secrets(argv: Iterable[str]) -> list[str]:
     """Arguments of a command line without the options that hold tokens, and their values."""
-    kept, skips = [], False
+    kept: list[str] = []
+    skips = False
     for argument in argv:
         name = argument.partition("=")[0].lstrip("-").replace("-", "_")
         is_secret = argument.startswith("--") and name in _SECRETS
         if not skips and not is_secret:
-            kept.append(argument)
+            kept.append(_TOKEN.sub("hf_...", argument))  # it may stand within another option's value
         skips = is_secret and "=" not in argument
     return kept
 

@@ -409,7 +409,8 @@ class TailMonitor:
                 "changed budgets are not taken from it. Resume with the same sparse_schedule to go on from them."
             )
         self.sparse_schedule = self.controller.schedule
-        self.judge.load_state_dict(state["judge"])
+        if self.statistic in (None, state["statistic"]):  # tails of two statistics do not add up
+            self.judge.load_state_dict(state["judge"])
         self._batches, self.is_densified = state["batches"], state["is_densified"]
         self._breached, self.history = set(state["breached"]), state["history"]
         self.statistic = state["statistic"] if self.statistic is None else self.statistic

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from .code_child import decode, encode
 from .sandbox import Limits, Outcome, Sandbox
 
 
+_CHECK = re.compile(r"\bcheck\b")
 _CHILD = Path(__file__).with_name("code_child.py").read_text(encoding="utf-8")
 
 
@@ -116,9 +118,17 @@ def parse_tests(value: Tests | Mapping[str, Any] | str) -> Tests | None:
     if not isinstance(value, Mapping):
         raise ValueError(f"The tests are a {type(value).__name__}, not an object; see `parse_tests`.")
     if value.get("code") is not None:
-        return AssertTests(str(value["code"]), str(value.get("entry_point") or ""), str(value.get("setup") or ""))
+        tests = AssertTests(str(value["code"]), str(value.get("entry_point") or ""), str(value.get("setup") or ""))
+        if not tests.code.strip():
+            return None  # every program would pass
+        if not tests.entry_point and len(_CHECK.findall(tests.code)) == 1 and "def check(" in tests.code:
+            raise ValueError("The tests define check(candidate), and nothing calls it; they need an 'entry_point'.")
+        return tests
     if value.get("inputs") is None or value.get("outputs") is None:
         raise ValueError(f"The tests have the keys {sorted(value)}; they need 'inputs' and 'outputs', or 'code'.")
+    for name in ("inputs", "outputs"):
+        if not isinstance(value[name], (list, tuple)):
+            raise ValueError(f"The tests have {name} that are a {type(value[name]).__name__}; they must be a list.")
     inputs, outputs = tuple(value["inputs"]), tuple(value["outputs"])
     if len(inputs) != len(outputs):
         raise ValueError(f"The tests have {len(inputs)} inputs and {len(outputs)} outputs; they must be as many.")

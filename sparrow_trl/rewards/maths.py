@@ -50,7 +50,7 @@ def grade_answers(
 
     Args:
         completions (`list`): texts or messages.
-        solutions (`list[str]`): reference answers.
+        solutions (`list[str]`): reference answers; `None` is one that cannot be read.
         thinking_opened (`bool` or `list[bool]`, *optional*): whether the prompts opened the reasoning already.
         require_boxed (`bool`, *optional*, defaults to `False`): whether an answer without a box is wrong.
         verifier (`MathVerifier`, *optional*): by default one that the process shares.
@@ -65,7 +65,8 @@ def grade_answers(
         answer = extract_answer(completion, is_open)
         if answer is None or (require_boxed and not answer[1]):
             answer = ("", True)  # wrong, unless the reference cannot be read
-        pairs.append((str(solution), *answer))
+        is_missing = solution is None or solution != solution  # NaN, as tables write it
+        pairs.append(("" if is_missing else str(solution), *answer))
     unique = list(dict.fromkeys(pairs))
     compared = dict(zip(unique, verifier.compare_all(unique), strict=True))
     return [compared[pair] for pair in pairs]

@@ -76,11 +76,11 @@ class Limits:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{field.name}={value!r} is not a number.")
-            if field.name != "wall_seconds" and value != int(value):
+            if field.name != "wall_seconds" and not isinstance(value, int):
                 raise ValueError(f"{field.name}={value} must be a whole number.")
             lowest = {"file_bytes": 0, "memory_bytes": 64 * 2**20}.get(field.name, 1)
-            if field.name == "wall_seconds" and not value > 0:
-                raise ValueError(f"wall_seconds={value} must be above 0.")
+            if field.name == "wall_seconds" and not 0 < value < float("inf"):
+                raise ValueError(f"wall_seconds={value} must be above 0, and finite.")
             if field.name != "wall_seconds" and value < lowest:
                 raise ValueError(f"{field.name}={value} must be at least {lowest}.")
 

@@ -42,6 +42,8 @@ CALLS = {
     "prlimit64": (302, 261),
     "pivot_root": (155, 41),
     "mount_setattr": (442, 442),
+    "fcntl": (72, 25),
+    "ioctl": (16, 29),
     "landlock_create_ruleset": (444, 444),
     "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
@@ -57,6 +59,14 @@ DENIED = {
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
     "mq_open": (240, 180),
     "setsid": (112, 157),
     "setpgid": (109, 154),
@@ -101,6 +111,34 @@ DENIED = {
     "quotactl": (179, 60),
     "syslog": (103, 116),
 }
+# What Landlock lets pass (truncating before its third version), denied where nothing else keeps the files of the same user.
+METADATA = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "truncate": (76, 45),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+}
+# Commands by which a file's events become signals of any kind to any process: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE
+# of fcntl, and FIOSETOWN, SIOCSPGRP of ioctl
+SIGNALLING = {"fcntl": (8, 10, 15, 1024), "ioctl": (0x8901, 0x8902)}
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
@@ -263,9 +301,10 @@ def restrict_files(spec):
     os.close(ruleset)
 
 
-def filter_calls(may_fork, may_clone):
+def filter_calls(may_fork, may_clone, may_change_metadata):
     """
-    seccomp: deny `DENIED`, new namespaces, signals and limits for other processes, and living on after the parent.
+    seccomp: deny `DENIED`, new namespaces, signals and limits for other processes, and living on after the parent; and
+    `METADATA`, unless the files are a copy of its own.
 
     The filter is a classic BPF program over `struct seccomp_data`: number at byte 0, architecture at 4, arguments from
     16 on, of which the low halves are compared.
@@ -278,13 +317,17 @@ def filter_calls(may_fork, may_clone):
         program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, kill)]  # the x32 calls
 
     def rule(name, *body):
-        number = {**CALLS, **DENIED}[name][column]
+        number = {**CALLS, **DENIED, **METADATA}[name][column]
         if number is not None:
             program.append((equal, 0, len(body), number))
             program.extend(body)
 
-    for name in DENIED:
+    for name in DENIED if may_change_metadata else {**DENIED, **METADATA}:
         rule(name, (give, 0, 0, deny))
+    for name, commands in SIGNALLING.items():
+        left = range(len(commands), 0, -1)
+        tests = [(equal, skipped, 0, command) for skipped, command in zip(left, commands)]  # noqa: B905
+        rule(name, (load, 0, 0, 24), *tests, (give, 0, 0, allow), (give, 0, 0, deny))
     rule(
         "clone3", (give, 0, 0, missing)
     )  # its flags lie in memory, out of a filter's sight; glibc falls back to clone
@@ -348,7 +391,7 @@ def become(spec, other_tasks=0, may_clone=True):
             soft, hard = min(soft, highest), min(hard, highest)
         resource.setrlimit(name, (soft, hard))
     if can_deny_calls():
-        filter_calls(spec["processes"] > 1, may_clone)
+        filter_calls(spec["processes"] > 1, may_clone, spec["mode"] != "rlimits")
     else:
         prctl(SET_NO_NEW_PRIVS, 1)
     os.write(spec["ready"], b"R")

@@ -90,9 +90,9 @@ class Sampler:
                 raise ValueError(f"{name}={value} is not in (0, 1]; 1.0 turns it off.")
         if config.repetition_penalty is not None and not config.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty={config.repetition_penalty} must be above 0; 1.0 turns it off.")
-        if not self.temperature > 0:
+        if not 0 < self.temperature < float("inf"):
             raise ValueError(
-                f"temperature={config.temperature} must be above 0; for greedy decoding set do_sample=False."
+                f"temperature={config.temperature} must be above 0 and finite; for greedy decoding set do_sample=False."
             )
         self.config = config
         self.stop_token_ids = stop_token_ids

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from rich.console import Console
 from transformers import AutoTokenizer
 from trl import ModelConfig
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         if not model.model_name_or_path:
             raise ValueError("No model: give --model_name_or_path.")
         trainer = _prepare(script, args, model, mixture)
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, ImportError, OSError, yaml.YAMLError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     if trainer is not None:
@@ -57,6 +58,12 @@ def _prepare(script: TrainArguments, args: Any, model: ModelConfig, mixture: Any
         recipe = get_recipe(script.recipe)
     reward_funcs = get_reward_funcs(script.reward_funcs, recipe, args.max_completion_length)
     train_dataset, eval_dataset = load_datasets(script, mixture, recipe, evaluates=args.eval_strategy != "no")
+    for dataset in (train_dataset, eval_dataset):
+        names = getattr(dataset, "column_names", None)  # unknown of some streams
+        if names is not None and "prompt" not in names:
+            raise ValueError(
+                f"The dataset has no column 'prompt'; it has {', '.join(names)}. Rename one, or give a --recipe."
+            )
     if script.dry_run:
         from .plan import make_plan, print_plan
 

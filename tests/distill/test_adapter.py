@@ -234,6 +234,27 @@ def test_adapter_that_is_not_a_plain_lora_is_refused(tmp_path):
 # --- bad input ---
 
 
+@pytest.mark.parametrize("option", [{"alpha_pattern": {"q_proj": 64}}, {"rank_pattern": {"q_proj": 2}}])
+def test_layers_with_a_scaling_of_their_own_are_refused(tmp_path, option):
+    SparrowAdapter(policy("plain")).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **option}))
+    with pytest.raises(ValueError, match=f"not a plain LoRA .*{next(iter(option))}"):
+        SparrowAdapter.from_pretrained(policy("plain"), tmp_path)
+
+
+def test_adapter_of_a_model_of_another_size_is_refused(tmp_path):
+    SparrowAdapter(tiny_model(hidden_size=32)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="for a model of another size"):
+        SparrowAdapter.from_pretrained(tiny_model(), tmp_path)
+
+
+@pytest.mark.parametrize("alpha", [0, -1.0, float("nan"), float("inf")])
+def test_alpha_not_above_0(alpha):
+    with pytest.raises(ValueError, match="alpha="):
+        SparrowAdapter(policy("plain"), alpha=alpha)
+
+
 @pytest.mark.parametrize("rank", [0, -1, 1.5, True])
 def test_ranks_below_1(rank):
     with pytest.raises(ValueError, match="must be at least 1 .*distill_rank"):

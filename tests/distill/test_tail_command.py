@@ -54,6 +54,15 @@ def test_tail_with_and_without_a_lora(folder, tmp_path, capsys):
         assert other == pytest.approx(one, abs=1e-5)
 
 
+def test_partial_results_of_another_dtype_are_not_taken(folder, tmp_path):
+    tiny_model().bfloat16().save_pretrained(tmp_path / "model")  # weights that are the same numbers in both
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "text.txt").write_text((folder / "text.txt").read_text())
+    for dtype in ("float32", "bfloat16"):
+        run(tmp_path / "model", tmp_path / "out", "--dtype", dtype)
+    assert len(list((tmp_path / "out" / "partial").iterdir())) == 2
+
+
 def test_adapter_that_does_not_fit(folder, tmp_path, capsys):
     SparrowAdapter(tiny_model("gpt2")).save_pretrained(tmp_path / "adapter")
     argv = ["tail", str(folder), "--schedule", "fixed:2", "--adapter", str(tmp_path / "adapter"), *FLAGS]

@@ -188,3 +188,16 @@ def test_every_benchmark_of_the_paper_is_declared_with_what_is_known():
         assert benchmark.known and (benchmark.unknown or benchmark.dataset_id == "bundled")
         assert benchmark.pass_at[-1] == benchmark.num_samples
         assert "{problem}" in benchmark.prompt
+
+
+def test_problems_with_equal_or_missing_names_stay_apart(tmp_path):
+    rows = [{"id": name, "problem": f"{n} + 1?", "answer": n + 1} for n, name in enumerate((None, 7, 7))]
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [problem.name for problem in load_problems(BENCHMARKS["aime24"], data=file)] == ["0", "1", "2"]
+
+
+def test_a_missing_answer_is_no_answer(tmp_path):
+    file = tmp_path / "problems.jsonl"
+    file.write_text('{"problem": "1 + 1?", "answer": null}\n')
+    assert load_problems(BENCHMARKS["aime24"], data=file)[0].answer == ""

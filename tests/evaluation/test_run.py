@@ -4,11 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from sparrow_trl import RolloutEngine, SparsitySchedule
 from sparrow_trl.cli import main
 from sparrow_trl.evaluation import Sampling, evaluate_model, pass_at_k
+from sparrow_trl.evaluation.benchmarks import BENCHMARKS
+from sparrow_trl.evaluation.judge import judge
+from sparrow_trl.evaluation.problems import Problem
 from sparrow_trl.hub.evidence import read_eval
+from sparrow_trl.rewards import Limits, Sandbox, parse_tests
 from sparrow_trl.rollout import RolloutOutput
 from sparrow_trl.rollout.output import RolloutStats
 from tiny import tiny_model, tiny_tokenizer
@@ -262,3 +267,34 @@ def test_mistakes_of_the_command(arguments, said, capsys, saved):
     captured = capsys.readouterr()
     assert said in captured.err and captured.out == ""
     assert "Traceback" not in captured.err
+
+
+def test_other_weights_or_problems_are_not_continued(tokenizer, tmp_path):
+    file, options = tmp_path / "problems.jsonl", {"sampling": SAMPLING, "out": tmp_path / "out", "data": {}}
+    file.write_text('{"problem": "1 + 1?", "answer": "2"}\n')
+    options["data"] = {"math500": str(file)}
+    first = tiny_model()
+    evaluate_model(first, tokenizer, "math500", **options)
+    other = tiny_model()
+    with torch.no_grad():
+        other.get_input_embeddings().weight.mul_(2)
+    with pytest.raises(ValueError, match="made with weights="):
+        evaluate_model(other, tokenizer, "math500", **options)
+    file.write_text('{"problem": "1 + 2?", "answer": "3"}\n')
+    with pytest.raises(ValueError, match="made with problems_fingerprint="):
+        evaluate_model(first, tokenizer, "math500", **options)
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -1.0])
+def test_temperatures_that_are_none(temperature):
+    with pytest.raises(ValueError, match="temperature="):
+        Sampling(temperature=temperature)
+
+
+@pytest.mark.parametrize("tests", [{"inputs": [""], "outputs": ["1"]}, {"code": "assert f() == 1"}])
+def test_timeouts_of_programs_are_counted(monkeypatch, tests):
+    monkeypatch.setattr("sparrow_trl.evaluation.judge._sandbox", lambda *args: Sandbox(Limits(wall_seconds=1.0)))
+    problem = Problem("0", "", tests=parse_tests(tests))
+    program = "```python\ndef f():\n    while True: pass\nimport sys\nif not sys.stdin.closed and %r: f()\n```"
+    [judgement] = judge(BENCHMARKS["offline_code"], [problem], [program % ("inputs" in tests)])
+    assert judgement.right is False and judgement.timed_out

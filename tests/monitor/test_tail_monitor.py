@@ -375,6 +375,21 @@ def test_state_of_another_schedule_is_not_taken(tmp_path):
     assert other.tail_monitor.controller.initial.budgets == (3,)
 
 
+def test_tails_of_another_statistic_are_not_pooled_with_new_ones(tmp_path):
+    build = functools.partial(TailMonitor, tiny_model(), SCHEDULE, threshold=0.86)
+    saved = build(statistic="lower")
+    rates = AcceptanceHistogram(SCHEDULE.bin_tokens)
+    rates.add(torch.zeros(30, dtype=torch.long), torch.full((30,), 0.5))
+    saved.judge.update(rates)
+    saved.save(tmp_path)
+    for statistic, tokens in (("lower", 30), ("auto", 30), ("exact", 0)):
+        loaded = build(statistic=statistic)
+        assert loaded.load(tmp_path) is None
+        pending = AcceptanceHistogram()
+        pending.load_state_dict(loaded.judge.state_dict()["pending"])
+        assert pending.tokens() == tokens
+
+
 def test_checkpoint_without_a_state_starts_anew(tmp_path):
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     make(tmp_path, tail_monitor=False, **{**options, "max_steps": 1}).train()

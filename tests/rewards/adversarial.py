@@ -53,11 +53,21 @@ STDIO = {
     "kills its parent": attempt("import os", "os.kill(os.getppid(), 9)"),
     "kills everything": attempt("import os", "os.kill(-1, 9)"),
     "kills its group": attempt("import os", "os.killpg(0, 9)"),
+    "kills its parent by the events of a file": attempt(
+        "import fcntl, os", "r, w = os.pipe()", "fcntl.fcntl(r, fcntl.F_SETOWN, os.getppid())", "fcntl.fcntl(r, 10, 9)",
+        "fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)", "os.write(w, b'x')"
+    ),
+    "signals by the events of a socket": LIBC + (
+        "\nimport socket, fcntl\na, b = socket.socketpair()\nfcntl.ioctl(a, 0x8901, os.getpid().to_bytes(4, 'little'))\nprint(42)"
+    ),
     "opens a socket": attempt("import socket", "socket.socket()"),
     "opens a local socket": attempt("import socket", "socket.socket(socket.AF_UNIX)"),
     "asks for a page": attempt("import urllib.request", "urllib.request.urlopen('http://127.0.0.1:1', timeout=1)"),
     "runs a shell": attempt("import subprocess", "subprocess.run(['/bin/sh', '-c', 'true'], check=True)"),
     "writes outside": attempt("open('{outside}/sentinel', 'w').write('gone')"),
+    "changes the mode of a file outside": attempt("import os", "os.chmod('{outside}/sentinel', 0)"),
+    "changes the times of a file outside": attempt("import os", "os.utime('{outside}/sentinel', (0, 0))"),
+    "truncates a file outside": attempt("import os", "os.truncate('{outside}/sentinel', 0)"),
     "deletes outside": attempt("import shutil", "shutil.rmtree('{outside}')"),
     "reads the expected answer from a file": "print(open('{outside}/answer').read())",
     "reads other processes": (

@@ -112,7 +112,9 @@ def test_tests_are_read_from_columns():
     assert parse_tests({"fn_name": "f", "inputs": [[1]], "outputs": [2]}) == CallTests("f", ([1],), (2,))
     assert parse_tests('{"code": "assert f(1)", "entry_point": "f"}') == AssertTests("assert f(1)", "f")
     assert parse_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}) == StdioTests(("1\n2",), ("3",))
-    for nothing in ("", None, {"inputs": [], "outputs": []}):
+    called = "def check(f):\n    assert f(1)\ncheck(double)"
+    assert parse_tests({"code": called}) == AssertTests(called)
+    for nothing in ("", None, {"inputs": [], "outputs": []}, {"code": " "}):
         assert parse_tests(nothing) is None
 
 
@@ -123,6 +125,9 @@ def test_tests_are_read_from_columns():
         ("[1]", "are a list, not an object"),
         ({"inputs": ["1"]}, r"have the keys \['inputs'\]; they need"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": "12", "outputs": ["1", "2"]}, "inputs that are a str; they must be a list"),
+        ({"inputs": ["1"], "outputs": 5}, "outputs that are a int; they must be a list"),
+        ({"code": "def check(candidate):\n    assert candidate(1)"}, "nothing calls it"),
     ],
 )
 def test_tests_that_cannot_be_read(value, said):

@@ -97,6 +97,9 @@ def test_a_hanging_answer_in_a_batch_costs_the_others_nothing():
 
 def test_an_unreadable_reference_is_not_counted():
     assert maths_reward(completions=[r"\boxed{1}", r"\boxed{1}"], solution=["", "1"]) == [None, 1.0]
+    # As a dataset writes it that has no answer in some rows
+    boxes = [r"\boxed{None}", r"\boxed{nan}"]
+    assert maths_reward(completions=boxes, solution=[None, float("nan")]) == [None, None]
 
 
 def test_messages_texts_and_missing_reasoning():

@@ -344,8 +344,8 @@ def test_unsupported_options_are_refused_by_name(model, name):
         engine_of(model).generate([PROMPT], config)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0])
-def test_temperature_that_is_not_positive(model, temperature):
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf")])
+def test_temperature_that_is_not_positive_and_finite(model, temperature):
     config = sampling(4)
     config.temperature = temperature
     with pytest.raises(ValueError, match=f"temperature={temperature}.*do_sample=False"):

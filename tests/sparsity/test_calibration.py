@@ -13,8 +13,10 @@ from sparrow_trl.cli import main
 from sparrow_trl.sparsity.calibration import CalibrationOptions, Source, calibrate_schedule, load_source, measure_tail
 from sparrow_trl.sparsity.calibration import calibrator as calibrator_module
 from sparrow_trl.sparsity.calibration.auto import calibrate_for_training
+from sparrow_trl.sparsity.calibration.bases import make_bases
 from sparrow_trl.sparsity.calibration.curves import Tail
 from sparrow_trl.sparsity.calibration.measure import Store
+from sparrow_trl.sparsity.calibration.options import MeasureOptions
 from sparrow_trl.sparsity.calibration.provenance import check_made_for, weights_fingerprint
 from sparrow_trl.sparsity.calibration.stretches import StretchSampler
 from tiny import tiny_model, tiny_tokenizer
@@ -411,3 +413,37 @@ def test_commands(capsys, folder, text, tmp_path, calibration):
 def test_mistakes(capsys, argv, said):
     status, out, err = run(capsys, *argv)
     assert status == 2 and said in err and not out
+
+
+def test_nothing_is_measured_behind_the_end_of_a_completion(model, tmp_path):
+    store = Store(tmp_path, {})
+    store.save(["completions", 64, [3, 3]], [np.array([9, 9, 2]), np.array([9, 9, 9])])
+    source = Source("prompts", "prompt", [[5, 6, 7]] * 2)
+    bases = make_bases(model, source, MeasureOptions(texts=2), 64, [2], store)
+    assert bases.texts == [[5, 6, 7, 9, 9], [5, 6, 7, 9, 9, 9]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, float("inf"), float("nan")])
+def test_temperatures_that_are_none(temperature):
+    with pytest.raises(ValueError, match="--temperature"):
+        MeasureOptions(temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("empty.jsonl", "", "is empty"),
+        ("broken.jsonl", "{broken\n", "is no file of rows"),
+        ("numbers.jsonl", '{"text": 5}\n', "text in row 0 .* is a int, not a string"),
+        ("prompts.jsonl", '{"prompt": 5}\n', "prompt in row 0 .* is a int, not a string or messages"),
+    ],
+)
+def test_files_that_hold_no_rows_of_text(tokenizer, tmp_path, name, content, said):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=said):
+        load_source(str(tmp_path / name), tokenizer)
+
+
+def test_rows_without_a_prompt_are_left_out(tokenizer):
+    rows = [{"prompt": "one"}, {"other": 1}, {"prompt": None}, {"prompt": ""}]
+    assert load_source(rows, tokenizer).rows == load_source(["one"], tokenizer).rows

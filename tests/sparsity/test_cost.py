@@ -317,6 +317,10 @@ def test_the_cheapest_of_calibrated_schedules(capsys, tmp_path):
     other = SparsitySchedule((16,), provenance={"bins": bins[:1], "model": made_for}).save_pretrained(tmp_path / "o")
     status, _, err = run(capsys, *argv[:4], "--curves", str(other))
     assert status == 2 and "another model than smollm2-135m: layers 28 against 30." in " ".join(err.split())
+    later = [{"index": 0, "status": "extrapolated"}, {"index": 1, "budgets": (8, 16), "low": (0.8, 0.9)}]
+    gap = SparsitySchedule((16, 16), provenance={"bins": later}).save_pretrained(tmp_path / "gap")
+    status, _, err = run(capsys, *argv[:4], "--curves", str(gap))
+    assert status == 2 and "no measured tails in bin 0" in " ".join(err.split())
     bare = SparsitySchedule((16,)).save_pretrained(tmp_path / "bare")
     assert run(capsys, *argv[:4], "--curves", str(bare))[0] == 2
 

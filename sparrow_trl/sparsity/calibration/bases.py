@@ -98,5 +98,10 @@ def make_bases(
         )
         found = [np.array(completion) for completion in output.completion_ids]
         store.save(name, found)
-    texts = [prompt + completion.tolist() for prompt, completion in zip(prompts, found, strict=True)]
+    texts = []
+    for prompt, completion in zip(prompts, found, strict=True):
+        tokens = completion.tolist()
+        if tokens and tokens[-1] in set(stop_token_ids):
+            del tokens[-1]  # nothing is sampled behind it
+        texts.append(prompt + tokens)
     return Bases(texts, [len(prompt) for prompt in prompts], PROMPT_WAY)

@@ -50,8 +50,8 @@ class MeasureOptions:
             value = getattr(self, name)
             if not (0 < value < 1 or (closed and value == 1)):
                 raise ValueError(f"{_flag(name)} {value} is not between 0 and 1.")
-        if not self.temperature > 0:
-            raise ValueError(f"--temperature {self.temperature} must be above 0.")
+        if not 0 < self.temperature < float("inf"):
+            raise ValueError(f"--temperature {self.temperature} must be above 0, and finite.")
 
 
 @dataclass(frozen=True)

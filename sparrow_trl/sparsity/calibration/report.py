@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from ...distill import SparrowAdapter
 from ...embedded import MODEL_NAME, load_smollm2
+from ...environment import find_device
 from ...rollout import UnsupportedModelError
 from ..schedule import SparsitySchedule
 from .options import CalibrationOptions, MeasureOptions
@@ -181,7 +182,7 @@ def _positions(index: int, bin_tokens: int) -> str:
 
 
 def _load(args: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(args.device)
     dtype: Any = getattr(torch, args.dtype) if args.dtype else torch.float32 if device.type == "cpu" else "auto"
     if args.model is None:
         model, tokenizer = load_smollm2(dtype)

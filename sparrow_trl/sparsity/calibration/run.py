@@ -167,6 +167,8 @@ def measure_tail(
     settings = {
         "options": asdict(options),
         "model": weights_fingerprint(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_context": max_context,
         "data": _described(source),
         "schedule": {key: value for key, value in schedule.to_dict().items() if key != "provenance"},
         "actor": actor_name,

@@ -107,7 +107,12 @@ def _load_rows(name: str, path: Path, split: str) -> Any:
     import datasets
 
     if path.is_file():
-        return datasets.load_dataset(ROW_FILES[path.suffix], data_files=str(path), split="train")
+        if not path.stat().st_size:
+            raise ValueError(f"The file {name!r} is empty.")
+        try:
+            return datasets.load_dataset(ROW_FILES[path.suffix], data_files=str(path), split="train")
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise ValueError(f"{name!r} is no file of rows: {error.__cause__ or error}") from error
     if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
         loaded = datasets.load_from_disk(str(path))
     elif not path.exists() and (path.is_absolute() or name.startswith(".") or path.suffix):
@@ -135,13 +140,23 @@ def _from_rows(name: str, rows: Iterable[Any], tokenizer: PreTrainedTokenizerBas
         raise ValueError(
             f"The dataset {name!r} has neither a column 'prompt' nor a column 'text'; it has {columns}. Rename one."
         )
-    if "prompt" in first:
-        prompts = [prompt_ids(row["prompt"], tokenizer) for row in found if row["prompt"]]
+    column = "prompt" if "prompt" in first else "text"
+    kinds = (str, list, tuple) if column == "prompt" else (str,)
+    for number, row in enumerate(found):
+        value = row.get(column) if isinstance(row, Mapping) else row
+        if value is not None and not isinstance(value, kinds):
+            wanted = "a string or messages" if column == "prompt" else "a string"
+            raise ValueError(
+                f"The {column} in row {number} of the dataset {name!r} is a {type(value).__name__}, not {wanted}."
+            )
+    found = [row for row in found if row.get(column)]
+    if column == "prompt":
+        prompts = [prompt_ids(row["prompt"], tokenizer) for row in found]
         prompts = [prompt for prompt in prompts if prompt]
         if not prompts:
             raise ValueError(f"All prompts of the dataset {name!r} are empty.")
         return Source(name, "prompt", prompts)
-    return _text_source(name, tokenizer, [row["text"] for row in found if row["text"]])
+    return _text_source(name, tokenizer, [row["text"] for row in found])
 
 
 def _text_source(name: str, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Source:

@@ -6,6 +6,7 @@ import json
 import sys
 from bisect import bisect_right
 from dataclasses import asdict, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -223,9 +224,13 @@ def _cheapest(shape: ModelShape, chip: Chip, options: CostOptions, size: int) ->
     layout = SparsitySchedule.fixed(0)
     for name in options.curves:
         calibrated = SparsitySchedule.from_pretrained(name)
-        bins = [known for known in calibrated.provenance.get("bins", ()) if known.get("budgets")]
+        # Only from bin 0 on, for a curve's place says where its bin is
+        bins = list(takewhile(lambda known: known.get("budgets"), calibrated.provenance.get("bins", ())))
         if not bins:
-            raise ValueError(f"--curves {name} has no measured tails; give schedules that `sparrow calibrate` wrote.")
+            raise ValueError(
+                f"--curves {name} has no measured tails in bin 0; give schedules that `sparrow calibrate` wrote, with "
+                "prompts shorter than a bin."
+            )
         if curves and calibrated.bin_tokens != layout.bin_tokens:
             raise ValueError(
                 f"--curves {name} has bins of {calibrated.bin_tokens} tokens, and another one of {layout.bin_tokens}: "

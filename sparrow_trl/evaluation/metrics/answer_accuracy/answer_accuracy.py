@@ -42,6 +42,6 @@ class AnswerAccuracy(evaluate.Metric):
         return {
             "accuracy": sum(bool(judgement.right) for judgement in counted) * share,
             "exact_match": sum(bool(judgement.exact) for judgement in counted) * share,
-            "timeouts": sum("timeout" in judgement.detail for judgement in judged),
+            "timeouts": sum(judgement.timed_out for judgement in judged),
             "unreadable": len(judged) - len(counted),
         }
