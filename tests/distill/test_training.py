@@ -319,6 +319,7 @@ def test_options_arrive(tmp_path):
         ({"distill_alpha": 0}, "distill_alpha=0 is not a finite number above 0"),
         ({"distill_alpha": float("nan")}, "distill_alpha=nan"),
         ({"distill_alpha": "32"}, "distill_alpha='32'"),
+        ({"distill_alpha": [32]}, r"distill_alpha=\[32\]"),
         ({"distill_learning_rate": "5e-4"}, "distill_learning_rate='5e-4' is not a finite number"),
         ({"distill_learning_rate": -1.0}, "distill_learning_rate=-1.0"),
         ({"distill_kl_coef": float("inf")}, "distill_kl_coef=inf"),

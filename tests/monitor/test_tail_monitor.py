@@ -465,7 +465,7 @@ def test_metrics_are_finite(tmp_path):
 BAD = {
     "tail_action": ["explode", "None"],
     "tail_statistic": ["upper"],
-    "tail_threshold": [0.0, 1.0, 1.3],
+    "tail_threshold": [0.0, 1.0, 1.3, "0.86", [1]],
     "tail_confidence": [0.0, 1.0],
     "tail_share": [0.0, 1.5],
     "tail_every": [0, 1.5],

@@ -294,6 +294,13 @@ def test_mistakes(capsys, argv, status, said):
     assert found == status and said in err.replace("\n", " ") and not out
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", "not JSON", '{"runs": 1}'])
+def test_a_file_that_the_benchmark_did_not_write(capsys, tmp_path, text):
+    (tmp_path / "bench.json").write_text(text)
+    status, out, err = run(capsys, "--model", str(CONFIGS / "smollm2-135m"), "--bench", str(tmp_path / "bench.json"))
+    assert status == 2 and not out and "is not what `sparrow bench rollout --json` writes" in " ".join(err.split())
+
+
 def test_the_cheapest_of_calibrated_schedules(capsys, tmp_path):
     files = []
     for page_size, budgets, low in ((16, (8, 16, 32), (0.8, 0.87, 0.95)), (64, (4, 16), (0.8, 0.95))):

@@ -115,9 +115,15 @@ def compute(options: CostOptions) -> dict[str, Any]:
     if options.curves:
         results["cheapest"] = _cheapest(shape, chip, options, size)
     if options.bench is not None:
-        measured = json.loads(options.bench.read_text(encoding="utf-8"))
-        chips = {run["dtype"]: _chip(options.chip, run["dtype"]) for run in measured["runs"]}
-        results["bench"] = compare_with_bench(measured, shape, chips)
+        text = options.bench.read_text(encoding="utf-8")
+        try:
+            measured = json.loads(text)
+            chips = {run["dtype"]: _chip(options.chip, run["dtype"]) for run in measured["runs"]}
+            results["bench"] = compare_with_bench(measured, shape, chips)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"--bench {options.bench} is not what `sparrow bench rollout --json` writes ({type(error).__name__}: {error})."
+            ) from error
     return results
 
 
