@@ -1,4 +1,9 @@
-"""MkDocs hook: links of the API pages. Docstrings name objects as TRL's do: [`SparsitySchedule`], [`~trl.GRPOConfig`]."""
+"""
+MkDocs hooks:
+
+- links of the API pages: docstrings name objects as TRL's do, [`SparsitySchedule`], [`~trl.GRPOConfig`];
+- figures on dark pages: Markdown names the drawing for light ones, which is legible everywhere.
+"""
 
 import re
 
@@ -22,4 +27,9 @@ def _link(match: re.Match) -> str:
 
 
 def on_page_content(html: str, **kwargs: object) -> str:
+    html = re.sub(
+        r'<img alt="([^"]*)" src="(figures/\w+)-light\.svg" />',
+        r'<img alt="\1" src="\2-light.svg#only-light" /><img alt="\1" src="\2-dark.svg#only-dark" />',
+        html,
+    )
     return re.sub(r"\[<code>(~?[\w.]+)</code>\]", _link, html)

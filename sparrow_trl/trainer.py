@@ -20,13 +20,13 @@ from .config import SparrowGRPOConfig
 from .distilling_trainer import DistillingTrainer
 from .processes import warn
 from .rollout import (
-    WITHOUT_SPARSITY,
     RolloutEngine,
     RolloutStats,
     check_model_config,
     check_peft_config,
     stop_ids,
 )
+from .rollout.support import WITHOUT_SPARSITY
 from .rollout_metrics import RolloutMetrics
 from .sparsity import SparsitySchedule
 from .sparsity.calibration.auto import calibrate_for_training

@@ -3,19 +3,41 @@
 import ast
 import re
 import runpy
+import shlex
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
+import griffe
 import pytest
+from trl import DatasetMixtureConfig, ModelConfig
 
 import sparrow_trl
 from sparrow_trl import SparrowGRPOConfig, SparsitySchedule
+from sparrow_trl.cli import _parser
+from sparrow_trl.sparsity.cost.options import CostOptions
+from sparrow_trl.sparsity.cost.report import compute
+from sparrow_trl.train.arguments import TrainArguments
 
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 SOURCES = [*(ROOT / "sparrow_trl").rglob("*.py"), *(ROOT / "kernels" / "torch-ext").rglob("*.py")]
+
+
+PACKAGES = (
+    "",
+    "rollout",
+    "sparsity",
+    "sparsity.calibration",
+    "sparsity.cost",
+    "monitor",
+    "distill",
+    "rewards",
+    "evaluation",
+    "hub",
+)
 
 
 def named(paths):
@@ -92,6 +114,43 @@ def test_logged_metrics_are_the_documented_ones():
     assert documented == logged
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_are_on_the_api_page(package):
+    module = import_module(f"sparrow_trl.{package}".rstrip("."))
+    documented = set(re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE))
+    code = griffe.load("sparrow_trl", search_paths=[ROOT], submodules=True)
+    where = dict(getattr(module, "_EXPORTS", {}))  # what is imported on first use
+    for node in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            where |= {alias.name: node.module for alias in node.names}
+    for name in set(module.__all__) - {"__version__", "SparrowGRPOConfig"}:  # whose fields have a page of their own
+        item = code[".".join(part for part in (package, where.get(name), name) if part)]
+        while item.is_alias:
+            item = item.final_target
+        assert {item.path, item.parent.path} & documented, f"{item.path} is not in docs/api.md"
+        assert item.docstring, f"{item.path} has no docstring, so the page leaves it out"
+
+
+def commands():
+    """Every `sparrow ...` of the docs, as arguments."""
+    for page in PAGES:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            lines = re.sub(r"\$\w+", "16", block.replace("\\\n", " "))
+            for line in re.findall(r"(?:\bsparrow|-m sparrow_trl\.cli) ((?:[a-z]+\b|--)[^;\n]*)", lines):
+                yield pytest.param(shlex.split(line, comments=True), id=f"{page.stem}: {line[:60]}")
+
+
+@pytest.mark.parametrize("arguments", commands())
+def test_commands_are_understood(arguments):
+    if arguments[0] != "train":
+        _parser().parse_args(arguments)
+        return
+    kinds = (TrainArguments, SparrowGRPOConfig, ModelConfig, DatasetMixtureConfig)
+    known = {"config"} | {field.name for kind in kinds for field in fields(kind)}
+    flags = [argument[2:].replace("-", "_") for argument in arguments if argument.startswith("--")]
+    assert flags and set(flags) <= known
+
+
 def test_troubleshooting_headings_are_error_texts_of_the_code():
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     headings = re.findall(r"^### `(.+)`", page, re.MULTILINE)
@@ -114,3 +173,50 @@ def test_generated_configuration_has_every_option_of_ours_with_its_default():
     for row in filter(None, text.splitlines()):
         if row.startswith("|"):
             assert len(re.findall(r"(?<!\\)\|", row)) == 4, row
+
+
+def test_generated_speedups_are_those_of_the_command():
+    page = runpy.run_path(str(DOCS / "generate.py"))
+    rows = [row.strip("| ").split(" | ") for row in page["speedups"]().splitlines()[2:]]
+    assert len(rows) == 20
+    found = {(row[0], row[1]): row[2:] for row in rows}
+    assert found["Qwen3-14B", "T4"][0] == "none fits"  # 28 GB of weights, 16 GB of memory
+
+    def at(context, batch=5):
+        model = str(ROOT / "examples/configs/qwen3-1.7b")
+        options = CostOptions(model, chip="l4", batch=batch, contexts=[context], prompt_length=512, page_sizes=[])
+        return compute(options)["contexts"][0]
+
+    batch, rollout, step, *starts = found["Qwen3-1.7B", "L4"]
+    assert batch == "5" and at(32768)["fits"] and not at(32768, batch=6)["fits"]
+    assert rollout == f"{at(32768)['rollout_speedup']:.2f}x" and step == f"{at(32768)['speedup']:.2f}x"
+    for start, margin in zip(starts, (1.1, 1.5), strict=True):
+        tokens = int(start.replace(",", ""))
+        assert at(tokens - 16)["speedup"] <= margin < at(tokens)["speedup"]
+
+
+def test_generated_sizes_of_the_cache():
+    [row] = [row for row in runpy.run_path(str(DOCS / "generate.py"))["kv_cache"]().splitlines() if "1.7B" in row]
+    token = 28 * 8 * 128 * 2 * (2 + 1 / 16)  # layers, KV heads, head dim, bytes; key, value and its part of a landmark
+    assert row == (
+        f"| Qwen3-1.7B | 28 x 8 x 128 | {token / 1024:.0f} KiB | {token * 8192 / 2**30:.2f} GiB | {token / 2**15:.2f} GiB |"
+    )
+
+
+FIGURES = runpy.run_path(str(DOCS / "figures.py"))
+
+
+@pytest.mark.parametrize("name", FIGURES["FIGURES"])
+def test_figures_show_the_present_numbers(name, tmp_path):
+    number = FIGURES["digest"](FIGURES["FIGURES"][name][0]())
+    for path in FIGURES["draw"](name, tmp_path):
+        assert f"numbers {number}" in path.read_text(encoding="utf-8")
+        committed = (FIGURES["FOLDER"] / path.name).read_text(encoding="utf-8")
+        assert f"numbers {number}" in committed, f"{path.name} is out of date: python docs/figures.py"
+
+
+def test_figures_are_shown_and_described():
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shown = dict(re.findall(r"!\[([^\]]*)\]\(figures/(\w+)-light\.svg\)", pages))
+    assert sorted(shown.values()) == sorted(FIGURES["FIGURES"])
+    assert all(len(text.split()) > 20 for text in shown)

@@ -3,10 +3,16 @@
 import json
 
 import pytest
+import torch
 import yaml
+from transformers import GenerationConfig
+from trl import ModelConfig
 
+from sparrow_trl import RolloutEngine, SparrowGRPOConfig, SparsitySchedule
 from sparrow_trl.cli import main
+from sparrow_trl.sparsity.cost import CHIPS
 from sparrow_trl.train.arguments import get_reward_funcs
+from sparrow_trl.train.plan import make_plan
 from tiny import tiny_model, tiny_tokenizer
 from training import prompts
 
@@ -80,6 +86,64 @@ def test_dry_run_plans_without_loading_weights(folder, capsys, monkeypatch):
     assert plan["prompts per generation batch"] == "4"
     assert plan["optimizer steps"] == "4"  # 8 prompts, 4 to a step, 2 epochs
     assert plan["schedule"].startswith("2 scored pages")
+
+
+def plan_memory(folder, dtype="float32", chip="h100", **options) -> dict:
+    args = SparrowGRPOConfig(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        sparse_schedule={"budgets": [2], "page_size": 4},
+        num_generations=4,
+        max_completion_length=10,
+        **{"bf16": False, "per_device_train_batch_size": 8, **options},
+    )
+    model = ModelConfig(model_name_or_path=str(folder / "model"), dtype=dtype)
+    return make_plan(args, model, chip, prompt_length=9)["memory of a process"]
+
+
+@pytest.mark.parametrize("max_num_seqs", [256, 6])
+def test_planned_cache_is_what_a_rollout_allocates(folder, max_num_seqs):
+    plan = plan_memory(folder, rollout_max_num_seqs=max_num_seqs)
+    engine = RolloutEngine(tiny_model(), SparsitySchedule((2,), page_size=4), max_num_seqs=max_num_seqs)
+    stats = engine.generate([[5] * 9] * 4 + [[6] * 9] * 4, GenerationConfig(max_new_tokens=10)).stats
+    footprint = engine._footprint  # measured on the tensors of the cache
+    page = (4 * footprint.token_numel + footprint.page_numel) * 4
+    assert plan["KV page of 4 tokens"] == page
+    assert plan["KV cache that a rollout wants: its sequences at full length"] == page * stats.pages_total
+    assert plan["sequences at full length that fit at once"] == min(8, max_num_seqs)
+
+
+def test_planned_memory_follows_dtypes_and_the_chip(folder):
+    parameters = sum(parameter.numel() for parameter in tiny_model().parameters())
+    optimizer, allowed = "moments of the optimizer (AdamW)", "KV cache that it may take (rollout_memory_fraction)"
+    plan = plan_memory(folder)
+    assert (plan["weights"], plan["gradients"], plan[optimizer]) == (4 * parameters, 4 * parameters, 8 * parameters)
+    assert plan["copies of weights in a rollout"] == 0  # computed with as they are
+    assert plan[allowed] == int(0.5 * (CHIPS["h100"].memory - 12 * parameters))
+    mixed = plan_memory(folder, bf16=True, rollout_memory_fraction=0.9)
+    assert mixed["weights"] == plan["weights"]
+    assert 2 * mixed["KV page of 4 tokens"] == plan["KV page of 4 tokens"]
+    assert 0 < mixed["copies of weights in a rollout"] <= 2 * parameters
+    assert mixed[allowed] == int(
+        0.9 * (CHIPS["h100"].memory - 12 * parameters - mixed["copies of weights in a rollout"])
+    )
+    half = plan_memory(folder, "bfloat16", bf16=True)
+    assert (half["weights"], half[optimizer]) == (2 * parameters, 4 * parameters)
+    assert half["copies of weights in a rollout"] == 0
+    stored = tiny_model().config.dtype or torch.float32
+    assert plan_memory(folder, "auto")["weights"] == stored.itemsize * parameters
+
+
+def test_planned_sequences_fit_the_memory(folder, monkeypatch):
+    monkeypatch.setattr("sparrow_trl.train.plan.measure_chip", lambda *args: CHIPS["h100"])
+    whole = plan_memory(folder, chip=None)
+    pages = whole["KV cache that a rollout wants: its sequences at full length"] // whole["KV page of 4 tokens"]
+    assert pages == 2 * 3 + 8 * 3  # two prompts of nine tokens, eight completions from within their last page on
+    fixed = whole["weights"] + whole["moments of the optimizer (AdamW)"]
+    room = 2 * 20 * whole["KV page of 4 tokens"]  # half of it: five with two prompts would take 21 pages
+    monkeypatch.setattr("sparrow_trl.train.plan.free_memory", lambda device: fixed + room)
+    monkeypatch.setattr("sparrow_trl.train.plan.torch.cuda.is_available", lambda: False)
+    assert plan_memory(folder, chip=None)["sequences at full length that fit at once"] == 4
 
 
 @pytest.mark.parametrize(

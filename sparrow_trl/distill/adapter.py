@@ -21,6 +21,8 @@ from ..rollout.isolation import model_lock
 
 
 ADAPTER_NAME = "sparrow"
+"""What the LoRA is called; no adapter of the policy may be."""
+
 ADAPTER_FOLDER = "sparrow/adapter"
 """Where the adapter is stored in the folder of a checkpoint."""
 

@@ -172,6 +172,7 @@ BENCHMARKS = {
         ),
     )
 }
+"""The suites of `sparrow eval`, by name."""
 
 
 def find_benchmarks(names: str | list[str] | tuple[str, ...]) -> list[Benchmark]:

@@ -25,7 +25,11 @@ from .sequences import MonitoredSequence, match_rows
 
 
 ACTIONS = ("warn", "adapt", "densify", "stop")
+"""What can be done about a breach: the values of `tail_action`."""
+
 STATISTICS = ("auto", "lower", "exact")
+"""What can be compared with the threshold: the values of `tail_statistic`."""
+
 STATE_FILE = "monitor.json"
 MIN_LOGGED = 20
 """Tokens below which a tail is not logged: of fewer, the 5th percentile is hardly more than the smallest."""

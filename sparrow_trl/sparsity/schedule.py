@@ -34,8 +34,10 @@ MAX_BIN_TOKENS = 2**30
 """The widest bin, in tokens: longer than any sequence."""
 
 SCHEDULE_FILE = "sparrow_schedule.json"
-RECORD_FOLDER = "sparrow"  # of a trained model, which holds its schedule among other things
 """The file name under which a schedule is stored in a folder or a Hub repository."""
+
+RECORD_FOLDER = "sparrow"
+"""The folder of a trained model that holds how it was trained, its schedule among other things."""
 
 DEFAULT_TARGET = 0.86
 """The tail at or above which the paper saw stable training (arXiv 2606.08446)."""

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, PretrainedConfig
 from trl import ModelConfig
 
 from ..config import SparrowGRPOConfig
+from ..memory import free_memory
 from ..rollout.support import check_model_config
 from ..sparsity import SparsitySchedule
 from ..sparsity.cost import CHIPS, Chip, ModelShape, measure_chip, rollout_cost, speedup
 from ..sparsity.presets import preset_name
-
-
-ADAM_BYTES = 8  # two float32 moments a trained parameter
 
 
 def make_plan(
@@ -32,7 +29,8 @@ def make_plan(
     Plan a run from its arguments and the model's configuration alone: no weights are loaded.
 
     Args:
-        chip_name (`str`, *optional*): one of `CHIPS`; by default this machine is measured.
+        chip_name (`str`, *optional*): one of `CHIPS`, whose memory and speed are planned with; by default this machine is
+            measured.
         prompt_length (`int`, *optional*): tokens of a typical prompt; by default 512.
         dataset_rows (`int`, *optional*): prompts in the dataset.
 
@@ -47,8 +45,6 @@ def make_plan(
     if args.sparse_schedule is not None:
         check_model_config(config)
     shape = ModelShape.from_config(config, str(model.model_name_or_path))
-    with torch.device("meta"):
-        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     schedule, note = _schedule(args, str(model.model_name_or_path))
     prompt = prompt_length or 512
     context = prompt + args.max_completion_length
@@ -57,12 +53,11 @@ def make_plan(
     generations = args.generation_batch_size or 1
     world = max(1, args.world_size)
     per_process = generations // world
-    dtype_bytes = 2 if args.bf16 or args.fp16 else 4
     chip = _chip(chip_name, torch.bfloat16 if args.bf16 else torch.float32)
     sections = {
         "run": {
             "model": str(model.model_name_or_path),
-            "parameters": parameters,
+            "parameters": shape.parameters,
             "processes": world,
             "completions per generation batch": generations,
             "prompts per generation batch": generations // args.num_generations,
@@ -70,7 +65,17 @@ def make_plan(
             "optimizer steps": _total_steps(args, dataset_rows),
             "longest sequence, tokens": context,
         },
-        "memory of a process": _memory(shape, parameters, args, model, context, per_process, dtype_bytes),
+        "memory of a process": _memory(
+            shape,
+            args,
+            model,
+            config,
+            page_size=16 if schedule is None else schedule.page_size,
+            prompt=min(prompt, context - 1),
+            context=context,
+            sequences=per_process,
+            chip=None if chip_name is None else chip,
+        ),
         "rollout": _rollout(shape, schedule, note, prompt, context, min(per_process, args.rollout_max_num_seqs), chip),
     }
     return sections
@@ -111,29 +116,71 @@ def _total_steps(args: SparrowGRPOConfig, rows: int | None) -> int | None:
 
 def _memory(
     shape: ModelShape,
-    parameters: int,
     args: SparrowGRPOConfig,
     model: ModelConfig,
+    config: PretrainedConfig,
+    *,
+    page_size: int,
+    prompt: int,
     context: int,
     sequences: int,
-    dtype_bytes: int,
+    chip: Chip | None,
 ) -> dict[str, Any]:
-    """Sizes in bytes. What the activations of the backward take is not known without running it."""
-    trained = 0 if model.use_peft else parameters
-    master = 4 if model.dtype in (None, "auto", "float32") else 2
-    kv_heads_bytes = 2 * shape.kv_heads * shape.head_dim * dtype_bytes
-    window_tokens = sum(context if window is None else min(window, context) for window in shape.windows)
-    cache = kv_heads_bytes * context * len(shape.windows) * sequences
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
-    bound = int(args.rollout_memory_fraction * max(0, free - parameters * master))
-    return {
-        "weights": parameters * master,
-        "gradients and optimizer (AdamW)": trained * (master + ADAM_BYTES),
-        "KV cache of a whole generation batch, at full length": cache,
-        "KV read by a dense step of one sequence, at full length": kv_heads_bytes * window_tokens,
-        "KV cache allowed (rollout_memory_fraction of what is free here, less the weights)": bound,
-        "sequences at full length that fit at once": max(0, bound * sequences // max(1, cache)),
+    """
+    Sizes in bytes. What the activations of the backward take is not known without running it, but for what gradient
+    checkpointing keeps.
+
+    Args:
+        prompt, context (`int`): tokens of a prompt, and of a sequence at full length.
+        sequences (`int`): in a rollout of one process.
+        chip (`Chip`, *optional*): whose memory is planned with; by default what is free on this machine.
+    """
+    on_gpu = chip is not None or torch.cuda.is_available()
+    stored = _bytes_of_weights(model, config)
+    computed = 2 if args.bf16 or args.fp16 else stored
+    trained = 0 if model.use_peft else shape.parameters
+    weights, moments = stored * shape.parameters, 2 * stored * trained
+    # Made when a rollout starts: packed ones on a CPU, on a GPU those that autocast would cast at every step
+    copies = computed * shape.weights if not on_gpu or computed < stored else 0
+    free: float
+    if chip is None or chip.memory is None:
+        free = free_memory(torch.device("cuda" if on_gpu else "cpu"))
+    else:
+        free = chip.memory
+    allowed = int(args.rollout_memory_fraction * max(0, free - weights - moments - (copies if on_gpu else 0)))
+
+    page = (2 * page_size + 1) * shape.kv_heads * shape.head_dim * len(shape.windows) * computed
+    own_pages = -(-context // page_size) - prompt // page_size
+
+    def pages(count: int) -> int:
+        """Of so many sequences at full length, those of a prompt sharing its pages."""
+        return -(-count // args.num_generations) * -(-prompt // page_size) + count * own_pages
+
+    running = min(sequences, args.rollout_max_num_seqs)
+    sizes = {
+        "weights": weights,
+        "gradients": stored * trained,
+        "moments of the optimizer (AdamW)": moments,
+        "copies of weights in a rollout": copies,
+        f"KV page of {page_size} tokens": page,
+        "KV of one sequence, at full length": page * pages(1),
+        "KV cache that a rollout wants: its sequences at full length": page * pages(running),
+        "KV cache that it may take (rollout_memory_fraction)": allowed,
+        "sequences at full length that fit at once": next(
+            (count for count in range(running, 0, -1) if page * pages(count) <= allowed), 0
+        ),
     }
+    if args.gradient_checkpointing:
+        tokens = args.per_device_train_batch_size * context
+        hidden_size = config.get_text_config().hidden_size
+        sizes["hidden states that gradient checkpointing keeps"] = stored * tokens * hidden_size * len(shape.windows)
+    return sizes
+
+
+def _bytes_of_weights(model: ModelConfig, config: PretrainedConfig) -> int:
+    """Of one weight as it is loaded."""
+    dtype = (config.dtype or torch.float32) if model.dtype in (None, "auto") else getattr(torch, model.dtype)
+    return dtype.itemsize
 
 
 def _rollout(
@@ -159,9 +206,14 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
     """One table a section."""
     for title, values in plan.items():
         table = Table(title=title, title_justify="left", show_header=False)
-        for name, value in values.items():
-            table.add_row(name, _text(name, title, value))
+        for name, text in plan_rows(title, values):
+            table.add_row(name, text)
         console.print(table)
+
+
+def plan_rows(section: str, values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of a section of a plan, as they are shown."""
+    return [(name, _text(name, section, value)) for name, value in values.items()]
 
 
 def _text(name: str, section: str, value: Any) -> str:
@@ -170,5 +222,5 @@ def _text(name: str, section: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.0%}" if name.startswith("KV bytes") else f"{value:.2f}x"
     if section.startswith("memory") and not name.startswith("sequences"):
-        return f"{value / 2**30:,.2f} GiB"
+        return f"{value / 2**30:,.2f} GiB" if value >= 2**30 else f"{value / 2**20:,.2f} MiB"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -99,6 +99,7 @@ def test_weights_are_those_of_the_model(model_type, tied):
     model = tiny_model(model_type, tie_word_embeddings=tied)
     shape = ModelShape.from_config(model.config)
     assert 4 * shape.read_parameters(batch=3) == weight_bytes(model, 3)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_experts_are_read_as_far_as_they_are_used():

@@ -159,9 +159,8 @@ def _fits(shape: ModelShape, chip: Chip, context: int, batch: int, size: int) ->
     """Whether weights and the whole cache, landmarks left aside, fit into the chip's memory."""
     if chip.memory is None:
         return None
-    weights = shape.weights + shape.expert_weights + shape.embedding_row
     cache = 2 * len(shape.windows) * shape.kv_heads * shape.head_dim * context * batch
-    return size * (weights + cache) <= chip.memory
+    return size * (shape.parameters + cache) <= chip.memory
 
 
 def _curve(shape, schedule, dense, chip, high: int, options: CostOptions, size: int) -> dict[str, list]:

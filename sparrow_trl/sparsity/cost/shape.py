@@ -21,9 +21,9 @@ class ModelShape:
         name (`str`): as it is shown.
         windows (`tuple[int | None, ...]`): of each layer its sliding window, `None` for full attention.
         heads, kv_heads, head_dim (`int`): of every layer.
-        weights (`int`): parameters that a step reads whatever the batch; embedding rows excluded.
-        embedding_row (`int`): parameters read for each sequence (a row of the input embedding; 0 where it is tied to
-            the output matrix, which is read anyway).
+        weights (`int`): parameters that a step reads whatever the batch; an input embedding of its own excluded.
+        embedding (`int`): parameters of the input embedding; 0 where it is tied to the output matrix, which is read anyway.
+        embedding_row (`int`): those of a row of it, which is read for each sequence.
         expert_weights (`int`): parameters of all experts.
         experts, active_experts (`int`): in a layer, and how many of them a token uses; 1 and 1 without experts.
         longest (`int`, *optional*): positions of the model.
@@ -35,6 +35,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     weights: int
+    embedding: int = 0
     embedding_row: int = 0
     expert_weights: int = 0
     experts: int = 1
@@ -85,6 +86,7 @@ class ModelShape:
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             weights=total - experts - (0 if is_tied else embedding.numel()),
+            embedding=0 if is_tied else embedding.numel(),
             embedding_row=0 if is_tied else embedding.shape[1],
             expert_weights=experts,
             experts=count if experts else 1,
@@ -118,6 +120,11 @@ class ModelShape:
         """
         used = 1 - (1 - self.active_experts / self.experts) ** batch
         return self.weights + batch * self.embedding_row + used * self.expert_weights
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.weights + self.embedding + self.expert_weights
 
     @property
     def active_parameters(self) -> float:
