@@ -77,7 +77,9 @@ def test_accelerate_launches_a_script_on_the_cpu(tmp_path, name, processes):
         text=True,
         check=False,
     )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    # The end of an interpreter that has talked over gloo may abort, see `distributed_run.py`
+    aborted = processes > 1 and "terminate called without an active exception" in result.stderr
+    assert result.returncode == 0 or aborted, result.stdout[-2000:] + result.stderr[-4000:]
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     record = json.loads((tmp_path / "out" / "sparrow" / "run.json").read_text())
     assert record["global_step"] == 1

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig, TrlParser
@@ -165,8 +166,8 @@ def built(monkeypatch):
 def test_maths_script_goes_by_answers_and_holds_problems_out(offline, monkeypatch, built):
     pytest.importorskip("math_verify")
     names = ["--problem_column", "solution", "--answer_column", "problem"]
-    with pytest.raises(ValueError, match=r"train_test_split|test_size"):
-        run("grpo_maths.py", monkeypatch, "--eval_strategy", "epoch")  # holds out 64, of 8
+    with pytest.raises(ValueError, match="eval_problems=64 is no part of 8 problems"):
+        run("grpo_maths.py", monkeypatch, "--eval_strategy", "epoch")
     run("grpo_maths.py", monkeypatch, "--eval_strategy", "epoch", "--eval_problems", "3", *names)
     trainer = built[0]
     asked = [
@@ -194,7 +195,7 @@ def test_code_script_goes_by_tests_and_difficulty(offline, monkeypatch, built):
     maths = ["--dataset_name", str(offline.parent / "maths")]
     with pytest.raises(ValueError, match=r"needs the column 'question'.*'problem'"):
         run("grpo_code.py", monkeypatch, *maths)
-    run("grpo_code.py", monkeypatch, *options, "HARD", "--partial", "--max_tests", "2", "--wall_seconds", "5")
+    run("grpo_code.py", monkeypatch, *options, "HARD", "--partial", "--max_tests", "2", "--cpu_seconds", "5")
     trainer = built[0]
     assert set(trainer.train_dataset["difficulty"]) == {"HARD"} and len(trainer.train_dataset) == 4
     right = "```python\nn = input()\nprint(n, n)\n```"
@@ -203,7 +204,30 @@ def test_code_script_goes_by_tests_and_difficulty(offline, monkeypatch, built):
     columns = {"tests": [trainer.train_dataset[0]["tests"]] * 3, "difficulty": ["HARD"] * 3}
     rewards = [function(prompts=[""] * 3, completions=messages, **columns) for function in trainer.reward_funcs]
     assert rewards == [[1.0, 0.5, 0.0], [1.0, 1.0, 0.0]]
-    assert trainer.reward_funcs[0].sandbox.limits.wall_seconds == 5
+    limits = trainer.reward_funcs[0].sandbox.limits
+    assert (limits.cpu_seconds, limits.wall_seconds) == (5, 10)
+
+
+@pytest.mark.parametrize(
+    ("script", "rows", "path", "options"),
+    [
+        ("grpo_maths.py", MATHS, "POLARIS-Project/Polaris-Dataset-53K", {}),
+        ("grpo_code.py", CODE, "parquet", {"data_files": {"train": "hf://datasets/BAAI/TACO/ALL/train-*.parquet"}}),
+    ],
+)
+def test_scripts_train_on_the_papers_data_by_default(offline, monkeypatch, built, script, rows, path, options):
+    loaded = []
+
+    def load_dataset(name, **kwargs):
+        loaded.append((name, kwargs))
+        return Dataset.from_list(rows)
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    place = sys.argv.index("--dataset_name")
+    monkeypatch.setattr(sys, "argv", sys.argv[:place] + sys.argv[place + 2 :])
+    run(script, monkeypatch)
+    assert loaded == [(path, {"split": "train", **options})]
+    assert len(built[0].train_dataset) == len(rows)
 
 
 @pytest.mark.parametrize(("script", "length"), [("grpo_maths.py", 37_000), ("grpo_code.py", 24_576)])

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from datasets import load_dataset
 from transformers import AutoTokenizer
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from sparrow_trl import SparrowGRPOConfig, SparrowGRPOTrainer
 from sparrow_trl.rewards import CodeReward, Limits, extract_code, get_recipe, prefills_thinking
@@ -44,7 +44,12 @@ DEFAULTS = {
 
 
 @dataclass
-class CodeArguments(ScriptArguments):
+class CodeArguments:
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Dataset with the columns of TACO: a Hub repository or a folder. By default TACO itself."},
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split of the dataset to train on."})
     difficulties: list[str] | None = field(
         default=None,
         metadata={"help": "Train on these alone, such as EASY and MEDIUM, by the column `difficulty` of the dataset."},
@@ -53,7 +58,9 @@ class CodeArguments(ScriptArguments):
         default=False, metadata={"help": "Whether to pay the share of tests that pass, instead of 1 for all of them."}
     )
     max_tests: int | None = field(default=None, metadata={"help": "Run the first so many tests of a problem only."})
-    wall_seconds: float = field(default=8.0, metadata={"help": "Time limit of one test, in seconds."})
+    cpu_seconds: int = field(
+        default=4, metadata={"help": "Seconds of CPU time that a test may take; twice that on the clock."}
+    )
 
 
 def of_difficulty(dataset, wanted: list[str]):
@@ -72,18 +79,15 @@ def main():
 
     recipe = replace(get_recipe("taco"), keep=("difficulty",))
     if script_args.dataset_name is None:
-        train_dataset = recipe.load(split=script_args.dataset_train_split)
+        train_dataset = recipe.load(split=script_args.dataset_split)
     else:
-        problems = load_dataset(
-            script_args.dataset_name, name=script_args.dataset_config, split=script_args.dataset_train_split
-        )
-        train_dataset = recipe.prepare(problems)
+        train_dataset = recipe.prepare(load_dataset(script_args.dataset_name, split=script_args.dataset_split))
     if script_args.difficulties:
         train_dataset = of_difficulty(train_dataset, script_args.difficulties)
 
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     opened = prefills_thinking(tokenizer)
-    limits = Limits(wall_seconds=script_args.wall_seconds)
+    limits = Limits(cpu_seconds=script_args.cpu_seconds, wall_seconds=2 * script_args.cpu_seconds)
     tests_reward = CodeReward(
         limits=limits, partial=script_args.partial, max_tests=script_args.max_tests, thinking_opened=opened
     )

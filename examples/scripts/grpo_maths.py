@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from datasets import load_dataset
 from transformers import AutoTokenizer
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from sparrow_trl import SparrowGRPOConfig, SparrowGRPOTrainer
 from sparrow_trl.rewards import MathsReward, ThinkFormatReward, get_recipe, overlong_reward, prefills_thinking
@@ -39,7 +39,6 @@ from sparrow_trl.rewards import MathsReward, ThinkFormatReward, get_recipe, over
 # learning rate and batch are not known to us: 1e-6 is TRL's default, and each process has 4 prompts in a batch.
 DEFAULTS = {
     "model_name_or_path": "Qwen/Qwen3-1.7B",
-    "dataset_name": "POLARIS-Project/Polaris-Dataset-53K",
     "max_completion_length": 37_000,
     "epsilon_high": 0.28,
     "per_device_train_batch_size": 1,
@@ -51,7 +50,12 @@ DEFAULTS = {
 
 
 @dataclass
-class MathsArguments(ScriptArguments):
+class MathsArguments:
+    dataset_name: str = field(
+        default="POLARIS-Project/Polaris-Dataset-53K",
+        metadata={"help": "Dataset of problems and answers: a Hub repository or a folder."},
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split of the dataset to train on."})
     problem_column: str = field(default="problem", metadata={"help": "Column of the dataset with the problems."})
     answer_column: str = field(default="answer", metadata={"help": "Column of the dataset with the right answers."})
     eval_problems: int = field(
@@ -64,12 +68,12 @@ def main():
     parser.set_defaults(**DEFAULTS)
     script_args, training_args, model_args = parser.parse_args_and_config()
 
-    problems = load_dataset(
-        script_args.dataset_name, name=script_args.dataset_config, split=script_args.dataset_train_split
-    )
+    problems = load_dataset(script_args.dataset_name, split=script_args.dataset_split)
     recipe = get_recipe("polaris").with_columns(problem=script_args.problem_column, answer=script_args.answer_column)
     train_dataset, eval_dataset = recipe.prepare(problems), None
     if training_args.eval_strategy != "no":
+        if not 0 < script_args.eval_problems < len(train_dataset):
+            raise ValueError(f"eval_problems={script_args.eval_problems} is no part of {len(train_dataset)} problems.")
         splits = train_dataset.train_test_split(script_args.eval_problems, seed=training_args.seed)
         train_dataset, eval_dataset = splits["train"], splits["test"]
 
