@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.utils import DistributedType
@@ -153,6 +154,24 @@ def test_runs_plan_what_is_known_of_the_papers(hub, capsys, path):
     if launcher == "zero2":
         assert float(re.search(r"would take (\d+) GiB", text)[1]) == pytest.approx(needed, abs=0.5)
     assert f"--config examples/runs/{path.name}" in text
+
+
+def test_distillation_goes_on_with_fewer_pages(hub, tmp_path):
+    """The two parts of that run, on a tiny model: the second has the LoRA and its optimizer, and another schedule."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    options = "--model_name_or_path model --output_dir out --use_cpu true --bf16 false --report_to none --save_steps 1"
+    options += " --tail_monitor false --max_completion_length 8 --per_device_train_batch_size 8 --gradient_accumulation_steps 1"
+    parts = [(2, "--max_steps 1"), (1, "--max_steps 2 --resume_from_checkpoint out/checkpoint-1")]
+    for budget, of_part in parts:
+        schedule = ["--sparse_schedule", json.dumps({"budgets": [budget], "page_size": 4})]
+        config = ["--config", str(RUNS / "qwen3-1.7b-polaris-distill.yaml")]
+        assert main(["train", *config, *options.split(), *schedule, *of_part.split()]) == 0
+    for step, (budget, _) in enumerate(parts, start=1):
+        folder = tmp_path / "out" / f"checkpoint-{step}"
+        state = torch.load(folder / "sparrow" / "distill.pt")
+        assert {int(moments["step"]) for moments in state["update"]["optimizer"]["state"].values()} == {step}
+        assert SparsitySchedule.from_pretrained(folder).budgets == (budget,)
 
 
 def test_every_run_is_on_the_page():

@@ -3,12 +3,16 @@
 import json
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
+from trl import ModelConfig
 
 from sparrow_trl.cli import main
 from sparrow_trl.train.arguments import get_reward_funcs
+from sparrow_trl.train.plan import make_plan
 from tiny import tiny_model, tiny_tokenizer
-from training import prompts
+from training import make_config, prompts
 
 
 def letters(completions, **kwargs):
@@ -80,6 +84,25 @@ def test_dry_run_plans_without_loading_weights(folder, capsys, monkeypatch):
     assert plan["prompts per generation batch"] == "4"
     assert plan["optimizer steps"] == "4"  # 8 prompts, 4 to a step, 2 epochs
     assert plan["schedule"].startswith("2 scored pages")
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "auto"), ("float32", "auto")]
+)
+def test_dry_run_counts_the_memory_that_training_takes(tmp_path, saved, dtype):
+    tiny_model().to(getattr(torch, saved)).save_pretrained(tmp_path)
+    args = make_config(tmp_path / "out")
+    memory = make_plan(args, ModelConfig(str(tmp_path), dtype=dtype), "h100")["memory of a process"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.tensor([[7, 8]])).logits.sum().backward()
+    optimizer.step()
+    weights, moments = list(model.parameters()), []
+    for state in optimizer.state.values():
+        moments += [state["exp_avg"], state["exp_avg_sq"]]
+    assert memory["weights"] == sum(tensor.nbytes for tensor in weights)
+    trained = sum(weight.grad.nbytes for weight in weights) + sum(moment.nbytes for moment in moments)
+    assert memory["gradients and optimizer (AdamW)"] == trained
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from trl import ModelConfig
 
 from ..config import SparrowGRPOConfig
@@ -18,7 +18,7 @@ from ..sparsity.cost import CHIPS, Chip, ModelShape, measure_chip, rollout_cost,
 from ..sparsity.presets import preset_name
 
 
-ADAM_BYTES = 8  # two float32 moments a trained parameter
+ADAM_MOMENTS = 2  # of a trained parameter, in its dtype
 
 
 def make_plan(
@@ -70,7 +70,9 @@ def make_plan(
             "optimizer steps": _total_steps(args, dataset_rows),
             "longest sequence, tokens": context,
         },
-        "memory of a process": _memory(shape, parameters, args, model, context, per_process, dtype_bytes),
+        "memory of a process": _memory(
+            shape, parameters, _weight_bytes(config, model), args, model, context, per_process, dtype_bytes
+        ),
         "rollout": _rollout(shape, schedule, note, prompt, context, min(per_process, args.rollout_max_num_seqs), chip),
     }
     return sections
@@ -109,9 +111,15 @@ def _total_steps(args: SparrowGRPOConfig, rows: int | None) -> int | None:
     return int(args.num_train_epochs * batches * _steps_per_batch(args))
 
 
+def _weight_bytes(config: PretrainedConfig, model: ModelConfig) -> int:
+    name = str(config.dtype or "float32") if model.dtype == "auto" else model.dtype or "float32"
+    return getattr(torch, name.removeprefix("torch.")).itemsize
+
+
 def _memory(
     shape: ModelShape,
     parameters: int,
+    weight_bytes: int,
     args: SparrowGRPOConfig,
     model: ModelConfig,
     context: int,
@@ -120,15 +128,14 @@ def _memory(
 ) -> dict[str, Any]:
     """Sizes in bytes. What the activations of the backward take is not known without running it."""
     trained = 0 if model.use_peft else parameters
-    master = 4 if model.dtype in (None, "auto", "float32") else 2
     kv_heads_bytes = 2 * shape.kv_heads * shape.head_dim * dtype_bytes
     window_tokens = sum(context if window is None else min(window, context) for window in shape.windows)
     cache = kv_heads_bytes * context * len(shape.windows) * sequences
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
-    bound = int(args.rollout_memory_fraction * max(0, free - parameters * master))
+    bound = int(args.rollout_memory_fraction * max(0, free - parameters * weight_bytes))
     return {
-        "weights": parameters * master,
-        "gradients and optimizer (AdamW)": trained * (master + ADAM_BYTES),
+        "weights": parameters * weight_bytes,
+        "gradients and optimizer (AdamW)": trained * (1 + ADAM_MOMENTS) * weight_bytes,
         "KV cache of a whole generation batch, at full length": cache,
         "KV read by a dense step of one sequence, at full length": kv_heads_bytes * window_tokens,
         "KV cache allowed (rollout_memory_fraction of what is free here, less the weights)": bound,
