@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 
 TESTS = Path(__file__).parent
+CONFIGS = TESTS.parent / "examples" / "accelerate_configs"
 TIME_LIMIT = 120
 
 
@@ -20,21 +22,26 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def launch(folder, options, script, *arguments, **environment):
+    """Run a script of these tests on two processes, in `folder`."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command += ["--main_process_port", str(free_port()), *options]
+    command += [str(TESTS / script), str(folder), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    result = subprocess.run(
+        command, cwd=folder, env=environment, timeout=TIME_LIMIT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """The run of `distributed_run.py`, in which one process samples far longer completions than the other."""
     folder = tmp_path_factory.mktemp("distributed")
     # With `--cpu`, accelerate starts one process, or leaves it to mpirun. `--multi_gpu` starts them with torchrun, and
     # the script's `use_cpu=True` keeps them on the CPU, where they talk over gloo.
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["--main_process_port", str(free_port())]
-    command += [str(TESTS / "distributed_run.py"), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        command, cwd=folder, env=environment, timeout=TIME_LIMIT, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    options = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launch(folder, options, "distributed_run.py")
     return json.loads((folder / "report.json").read_text())
 
 
@@ -93,3 +100,20 @@ def test_evaluation_and_saving_finish_too(report):
     # The run has a LoRA of DistillSparse, so its evaluations sample densely
     assert all(entry["eval_sparrow/kv_share"] == 1 for entry in evaluations)
     assert report["log_history"][-1]["step"] == 3
+
+
+@pytest.mark.slow
+def test_zero_2_trains_as_ddp_does(tmp_path):
+    pytest.importorskip("deepspeed")
+    ends = []
+    for name in ("cpu_2_processes", "zero2"):
+        folder = tmp_path / name
+        folder.mkdir()
+        launch(folder, ["--config_file", str(CONFIGS / f"{name}.yaml")], "zero_run.py", DS_ACCELERATOR="cpu")
+        ends.append(torch.load(folder / "end.pt"))
+    ddp, zero = ends
+    assert [ddp["type"], zero["type"]] == ["MULTI_CPU", "DEEPSPEED"]
+    assert ddp["completion_ids"] == zero["completion_ids"]
+    for name in ("policy", "lora"):
+        assert (ddp[name] - ddp[f"initial_{name}"]).norm() > 1e-2
+        torch.testing.assert_close(zero[name], ddp[name], rtol=0, atol=1e-5)

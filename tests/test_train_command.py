@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import yaml
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from trl import ModelConfig
 
 from sparrow_trl import RolloutEngine, SparrowGRPOConfig, SparsitySchedule
@@ -14,7 +14,7 @@ from sparrow_trl.sparsity.cost import CHIPS
 from sparrow_trl.train.arguments import get_reward_funcs
 from sparrow_trl.train.plan import make_plan
 from tiny import tiny_model, tiny_tokenizer
-from training import prompts
+from training import make_config, prompts
 
 
 def letters(completions, **kwargs):
@@ -144,6 +144,25 @@ def test_planned_sequences_fit_the_memory(folder, monkeypatch):
     monkeypatch.setattr("sparrow_trl.train.plan.free_memory", lambda device: fixed + room)
     monkeypatch.setattr("sparrow_trl.train.plan.torch.cuda.is_available", lambda: False)
     assert plan_memory(folder, chip=None)["sequences at full length that fit at once"] == 4
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "auto"), ("float32", "auto")]
+)
+def test_dry_run_counts_the_memory_that_training_takes(tmp_path, saved, dtype):
+    tiny_model().to(getattr(torch, saved)).save_pretrained(tmp_path)
+    args = make_config(tmp_path / "out")
+    memory = make_plan(args, ModelConfig(str(tmp_path), dtype=dtype), "h100")["memory of a process"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.tensor([[7, 8]])).logits.sum().backward()
+    optimizer.step()
+    weights, moments = list(model.parameters()), []
+    for state in optimizer.state.values():
+        moments += [state["exp_avg"], state["exp_avg_sq"]]
+    assert memory["weights"] == sum(tensor.nbytes for tensor in weights)
+    trained = sum(weight.grad.nbytes for weight in weights) + sum(moment.nbytes for moment in moments)
+    assert memory["gradients"] + memory["moments of the optimizer (AdamW)"] == trained
 
 
 @pytest.mark.parametrize(

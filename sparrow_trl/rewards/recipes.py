@@ -40,6 +40,9 @@ class Recipe:
         columns (`dict[str, str]`): our name -> the dataset's: `problem` and `answer` for maths; `problem`, `tests` and,
             if there is one, `starter` (the beginning of the program) for code.
         source (`str`): where this is known from.
+        keep (`tuple[str]`, *optional*): other columns of the dataset that stay, for a filter or a reward function.
+        data_files (`str`, *optional*): the Parquet files of a split in the repository, with `{split}` in their names, where
+            `datasets` cannot load the repository itself.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Recipe:
     columns: Mapping[str, str]
     source: str
     keep: tuple[str, ...] = field(default=())
+    data_files: str | None = None
 
     def with_columns(self, **columns: str) -> Recipe:
         """The recipe for a dataset with other names of columns."""
@@ -69,7 +73,12 @@ class Recipe:
             return self.prepare(load_bundled(self.kind, prepare=False))
         from datasets import load_dataset
 
-        return self.prepare(load_dataset(self.dataset_id, **{"split": self.split, **options}))
+        options = {"split": self.split, **options}
+        if self.data_files is None:
+            return self.prepare(load_dataset(self.dataset_id, **options))
+        split = str(options["split"]).partition("[")[0]
+        files = f"hf://datasets/{self.dataset_id}/{self.data_files.format(split=split)}"
+        return self.prepare(load_dataset("parquet", **{"data_files": {split: files}, **options}))
 
     def prepare(self, dataset: Dataset) -> Dataset:
         """
@@ -141,6 +150,7 @@ RECIPES = {
             {"problem": "question", "tests": "input_output", "starter": "starter_code"},
             "The Sparrow paper trains on TACO (arXiv 2606.08446); repository and columns by TACO's README (arXiv "
             "2312.14852). Which subset and prompt the paper took is not known here: the instruction is our own.",
+            data_files="ALL/{split}-*.parquet",  # the repository has a loading script, which `datasets` no longer runs
         ),
         Recipe(
             "tiny-maths",

@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations, product
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, load_dataset
 
 from sparrow_trl.rewards import code_reward, get_recipe, load_bundled, maths_reward
 from sparrow_trl.rewards.recipes import RECIPES
@@ -123,6 +124,28 @@ def test_columns_of_polaris_and_taco():
     assert "def f(x):" in rows[1]["prompt"][0]["content"] and "standard input" not in rows[1]["prompt"][0]["content"]
     programs = ["```python\nprint(int(input()) * 2)\n```", "```python\ndef f(x): return 2 * x\n```"]
     assert code_reward(completions=programs, tests=[row["tests"] for row in rows]) == [1.0, 1.0]
+
+
+def test_taco_is_read_from_its_parquet_files(tmp_path, monkeypatch):
+    """`load_dataset("BAAI/TACO")` fails: the repository has a loading script. Its files can be loaded."""
+    stdio = json.dumps({"inputs": ["4"], "outputs": ["8"]})
+    (tmp_path / "ALL").mkdir()
+    for place, name in enumerate(("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001")):
+        row = {"question": f"Question {place}", "input_output": stdio, "starter_code": "", "difficulty": "EASY"}
+        Dataset.from_list([row]).to_parquet(tmp_path / "ALL" / f"{name}.parquet")
+
+    def load_from_disk(path, *, data_files, **options):
+        found = {split: name.replace("hf://datasets/BAAI/TACO", str(tmp_path)) for split, name in data_files.items()}
+        assert found != data_files
+        return load_dataset(path, data_files=found, cache_dir=str(tmp_path / "cache"), **options)
+
+    monkeypatch.setattr("datasets.load_dataset", load_from_disk)
+    kept = replace(get_recipe("taco"), keep=("difficulty",))
+    for options, questions in (({}, [0, 1]), ({"split": "train[:1]"}, [0]), ({"split": "test"}, [2])):
+        rows = kept.load(**options).to_list()
+        assert [row["prompt"][0]["content"].split("\n")[0] for row in rows] == [f"Question {n}" for n in questions]
+        assert {row["difficulty"] for row in rows} == {"EASY"}
+    assert [row["tests"] for row in get_recipe("taco").load(streaming=True)] == [stdio, stdio]
 
 
 def test_tests_that_cannot_be_read_are_left_out_with_a_warning():
