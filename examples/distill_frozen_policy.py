@@ -176,7 +176,7 @@ def plot(record: dict, path: Path) -> None:
     axes.set(xlabel="minutes of online distillation", ylabel="acceptance rate on held-out prompts")
     axes.set_title(f"{record['model']}, {record['options']['budget']} scored pages, frozen policy")
     axes.grid(alpha=0.3)
-    axes.legend(loc="center right")
+    axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)
 
 
