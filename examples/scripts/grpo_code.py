@@ -16,7 +16,7 @@ A LoRA on the easier problems, paid by the share of tests that pass, 20 of a pro
         --difficulties EASY MEDIUM --partial --max_tests 20
 
 Two rewards are logged: the tests, and whether there is a program. Training goes by the first alone unless
-`--reward_weights` says otherwise. Programs run in a sandbox, on Linux alone. `pip install ".[peft]"` brings what a LoRA needs.
+`--reward_weights` says otherwise. Programs run in a sandbox, on Linux alone. A LoRA needs `pip install ".[peft]"`.
 """
 
 from dataclasses import dataclass, field, replace

@@ -21,8 +21,8 @@ Problems of your own, from a folder or a Hub repository, and a tenth of the rewa
         --output_dir Qwen3-1.7B-maths --dataset_name my_problems --problem_column question --answer_column final_answer \
         --reward_weights 1 0.1 0
 
-Three rewards are logged: the right answer, the form of the reasoning, and a penalty for length. Training goes by the first
-alone unless `--reward_weights` says otherwise. `pip install ".[eval,peft]"` brings what the first and a LoRA need.
+Three rewards are logged: the right answer, the form of the reasoning, and a penalty for length. Training goes by the
+first alone unless `--reward_weights` says otherwise. It needs `pip install ".[eval]"`, and with a LoRA ".[eval,peft]".
 """
 
 from dataclasses import dataclass, field
