@@ -2,6 +2,7 @@
 #   make demo    a short training run of a real small model
 #   make test    the tests without the slow ones        make test-all  all of them
 #   make test-oldest   the tests with the oldest supported releases, in .venv-oldest
+#   make notebooks   run those in examples/notebooks and store their outputs, in about 15 minutes on two cores
 #   make lint    ruff and mypy                          make format    let ruff rewrite the files
 #   make bench   sparse against dense rollout, into bench.json, in about 25 minutes on two cores
 #   make kernels-build   the Hub kernel, into kernels/build    make kernels-report  compile the kernels for absent GPUs
@@ -22,7 +23,7 @@ BIN := .venv/bin
 # Once torch is there, nothing may replace it.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint .venv/constraints.txt
 
-.PHONY: demo test test-all test-oldest lint format bench kernels-build kernels-report gpu-check docs clean
+.PHONY: demo test test-all test-oldest notebooks lint format bench kernels-build kernels-report gpu-check docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -36,6 +37,9 @@ test-all:
 
 test-oldest: .venv-oldest/stamp
 	.venv-oldest/bin/python -m pytest -q -p no:cacheprovider $(TEST_ARGS) --ignore tests/test_docs.py
+
+notebooks: .venv/dev.stamp
+	$(BIN)/python examples/notebooks/execute.py
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
