@@ -117,7 +117,7 @@ def faster_from(model: str, chip: str, batch: int, margin: float) -> str:
 
 def speedups() -> str:
     rows = [
-        "| model | chip | sequences | rollout | step at the end | 1.1x from (tokens) | 1.5x from (tokens) |",
+        "| model | chip | sequences | rollout | step at the end | 1.1x from | 1.5x from |",
         "|---|---|---|---|---|---|---|",
     ]
     for model in PUBLISHED_SPEEDUPS:
