@@ -52,7 +52,8 @@ HUMANEVAL = {
 
 
 def test_humaneval(tmp_path):
-    problems = problems_of("humaneval_plus", [HUMANEVAL] * 3, tmp_path)
+    rows = [{**HUMANEVAL, "task_id": f"HumanEval/{number}"} for number in (900, 901, 902)]
+    problems = problems_of("humaneval_plus", rows, tmp_path)
     assert problems[0].name == "HumanEval/900"
     assert "def area(r):" in problems[0].prompt and "helper" in problems[0].preamble
     right = block("def area(r):\n    return math.pi * r * r")  # the import and the helper come from the problem
@@ -98,8 +99,8 @@ def test_livecodebench(tmp_path):
         "private_test_cases": "[]",
         "metadata": json.dumps({"func_name": "add"}),
     }
-    problems = problems_of("livecodebench", [stdio, stdio, function], tmp_path)
-    assert [problem.name for problem in problems] == ["a1", "a1", "a2"]
+    problems = problems_of("livecodebench", [stdio, {**stdio, "question_id": "a0"}, function], tmp_path)
+    assert [problem.name for problem in problems] == ["a1", "a0", "a2"]
     assert [len(problem.tests) for problem in problems] == [2, 2, 1]
     texts = [
         block("print(2 * int(input()))"),

@@ -192,7 +192,7 @@ def test_mistakes(model, tokenizer, options, said):
     ("options", "said"),
     [
         ({"num_samples": 0}, "num_samples=0 must be at least 1"),
-        ({"temperature": -1.0}, "temperature=-1.0 must not be negative"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be finite and not negative"),
         ({"temperature": 0.0, "num_samples": 2}, "at temperature 0 would all be the same"),
         ({"top_p": 0.0}, r"top_p=0.0 is not in \(0, 1\]"),
         ({"top_k": -1}, "top_k=-1 must not be negative"),
@@ -256,7 +256,7 @@ def test_numbers_lie_beside_the_model_for_its_card(saved, tmp_path, capsys):
         (["--suite", "offline", "--decode", "dense,sparse"], "needs a schedule"),
         (["--suite", "offline", "--data", "offline"], "is not of the form SUITE=PATH"),
         (["--suite", "offline", "--chat-template-kwargs", "{"], "is not JSON"),
-        (["--suite", "offline", "--temperature", "-1"], "temperature=-1.0 must not be negative"),
+        (["--suite", "offline", "--temperature", "-1"], "temperature=-1.0 must be finite and not negative"),
         (["--suite", "offline"], "/no/such/model"),
         (["--suite", "aime24"], "aime_2024"),
     ],
