@@ -111,7 +111,7 @@ def _load_rows(name: str, path: Path, split: str) -> Any:
             raise ValueError(f"The file {name!r} is empty.")
         try:
             return datasets.load_dataset(ROW_FILES[path.suffix], data_files=str(path), split="train")
-        except datasets.exceptions.DatasetGenerationError as error:
+        except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # which, depends on the release
             raise ValueError(f"{name!r} is no file of rows: {error.__cause__ or error}") from error
     if path.is_dir() and ((path / "state.json").is_file() or (path / "dataset_dict.json").is_file()):
         loaded = datasets.load_from_disk(str(path))
