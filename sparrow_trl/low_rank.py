@@ -42,7 +42,7 @@ class LowRankUpdate(nn.Module):
         """`(..., in_features)` to `(..., out_features)`, in float32, or in what autocast computes in."""
         if not torch.is_autocast_enabled(inputs.device.type):
             inputs = inputs.to(self.A.dtype)
-        return F.linear(F.linear(inputs, self.A), self.B) * self.scaling
+        return F.linear(F.linear(inputs, self.A) * self.scaling, self.B)  # scaled where it is narrow
 
 
 class UpdatedForward:
@@ -62,4 +62,5 @@ class UpdatedForward:
         out = self.plain(inputs, *args, **kwargs)
         if self.update.suspended:
             return out
-        return out + self.update(inputs).to(out.dtype)
+        update = self.update(inputs).to(out.dtype)
+        return out + update if torch.is_grad_enabled() else update.add_(out)  # which nobody else holds

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from ..low_rank import LowRankUpdate, UpdatedForward
+from ..low_rank import UpdatedForward
 
 
 MOST_ROWS = 64  # tokens of a step; with more of them (prefill) the ordinary product is as fast
@@ -17,21 +18,25 @@ PACKED_DTYPES = (torch.float32, torch.bfloat16)
 @contextmanager
 def packed_linears(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterator[int]:
     """
-    Inside the context, the model's `nn.Linear` layers multiply few rows at a time by a packed copy of their weight.
+    Inside the context, the model's `nn.Linear` layers multiply few rows at a time by a packed copy of their weight, and
+    layers that are fed the same tensor (queries, keys and values; gate and up) do so in one product.
 
     PyTorch hands a weight to oneDNN as it lies in memory, and oneDNN brings it into its own blocked layout at every
     product. For the few rows of a decode step that costs more than the product itself, so it is done once a rollout. The
     copies take as much memory as the weights do in `dtype`, and go when the context ends.
 
-    Where a low-rank update is on beside a layer, its A is packed below the layer's weight: one product gives both
-    `W x` and `A x`, and one more adds B's. It is not merged: `W + B A` is computed nowhere.
+    Which layers share their input is seen in the first call of each of them, which is an ordinary product; the weight is
+    packed in the second. Should they be fed different tensors later, each gets what it asks for, only slower.
+
+    Where low-rank updates are on beside layers, one more product gives `A x` of all that share the input, and their B's
+    lie beside the weights: `[W B] [x, A x]`. They are not merged: `W + B A` is computed nowhere.
 
     Args:
         model (`torch.nn.Module`): the model; its layers get their own `forward` back, also on an exception.
         dtype (`torch.dtype`, *optional*): what autocast computes in, where it is on.
 
     Yields:
-        `int`: how many layers were packed; 0 where oneDNN is missing, or the model is not on a CPU.
+        `int`: how many layers are packed; 0 where oneDNN is missing, or the model is not on a CPU.
     """
     layers = []
     if torch.backends.mkldnn.is_available():
@@ -44,9 +49,11 @@ def packed_linears(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterato
             and is_plain(module)
         ]
     before = [vars(layer).get("forward") for layer in layers]
+    groups = _Groups()
     try:
         for layer in layers:
-            layer.forward = _packed(layer, dtype or layer.weight.dtype)  # type: ignore[method-assign,assignment]
+            packed = _PackedForward(layer, dtype or layer.weight.dtype, groups)
+            layer.forward = packed  # type: ignore[method-assign,assignment]
         yield len(layers)
     finally:
         for layer, forward in zip(layers, before, strict=True):
@@ -64,53 +71,114 @@ def is_plain(layer: torch.nn.Module) -> bool:
     return forward is None  # or it is somebody else's, for example a head cast to float32
 
 
-def _packed(layer: torch.nn.Linear, dtype: torch.dtype) -> _PackedForward:
-    forward = vars(layer).get("forward")
-    if isinstance(forward, UpdatedForward):
-        return _PackedUpdatedForward(layer, dtype, forward)
-    return _PackedForward(layer, dtype)
+class _PackedForward:
+    """The `forward` of a linear layer while it is packed."""
+
+    def __init__(self, layer: torch.nn.Linear, dtype: torch.dtype, groups: _Groups):
+        self.layer, self.dtype, self.groups = layer, dtype, groups
+        self.unpacked = layer.forward
+        self.update = self.unpacked.update if isinstance(self.unpacked, UpdatedForward) else None
+        self.group: _Group | None = None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.group is None:
+            self.group = self.groups.join(self, rows)
+            return self.unpacked(rows)
+        if rows.numel() > MOST_ROWS * rows.shape[-1]:
+            return self.unpacked(rows)
+        return self.group.product(self, rows)
+
+
+class _Groups:
+    """Finds the layers that are fed the same tensor."""
+
+    def __init__(self) -> None:
+        self._by_input: dict[tuple[int, torch.dtype], tuple[weakref.ref[torch.Tensor], _Group]] = {}
+
+    def join(self, forward: _PackedForward, rows: torch.Tensor) -> _Group:
+        """The group of a layer whose first input is `rows`."""
+        key = id(rows), forward.dtype
+        alive, group = self._by_input.get(key, (None, None))
+        if group is None or group.is_packed or alive is None or alive() is not rows:  # an id may be used again
+            group = _Group(forward.dtype)
+            self._by_input[key] = weakref.ref(rows), group
+        group.members.append(forward)
+        return group
+
+
+class _Group:
+    """Layers that share their input. The first to be called computes for all; the others find their part."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self.members: list[_PackedForward] = []
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+        self.a: torch.Tensor | None = None
+        self.sizes: list[int] = []
+        self._input: torch.Tensor | None = None
+        self._version: int | None = None
+        self._outputs: dict[_PackedForward, torch.Tensor] = {}  # what nobody has asked for yet
+
+    @property
+    def is_packed(self) -> bool:
+        return self.weight is not None
+
+    def product(self, member: _PackedForward, rows: torch.Tensor) -> torch.Tensor:
+        """What `member` makes of `rows`, `(..., in_features)`."""
+        if not self._is_current(rows) or member not in self._outputs:
+            self._outputs = dict(zip(self.members, self._products(rows), strict=True))
+            self._input, self._version = rows, _version(rows)
+        output = self._outputs.pop(member)
+        if not self._outputs:
+            self._input = None
+        return output
+
+    def _is_current(self, rows: torch.Tensor) -> bool:
+        """Whether the outputs at hand are those of `rows`, which nothing has changed since."""
+        return rows is self._input and self._version is not None and _version(rows) == self._version
+
+    def _products(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of each member, `(..., in_features)` to `(..., out_features)`."""
+        if self.weight is None:
+            self.weight = self._pack()
+        inputs = rows.to(self.dtype).reshape(-1, rows.shape[-1])
+        if self.a is not None:
+            inputs = torch.cat([inputs, self._narrow(inputs, self.a)], 1)
+        out = _multiply(inputs, self.weight, self.bias).view(*rows.shape[:-1], sum(self.sizes))
+        return out.split(self.sizes, -1)
+
+    def _narrow(self, inputs: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        """`A x` of all updates. For a product so small oneDNN takes longer than BLAS, which has no bfloat16."""
+        return torch.mm(inputs, a) if self.dtype is torch.float32 else _multiply(inputs, a, None)
+
+    def _pack(self) -> torch.Tensor:
+        layers = [member.layer for member in self.members]
+        weight = torch.cat([layer.weight.detach().to(self.dtype) for layer in layers])
+        self.sizes = [layer.out_features for layer in layers]
+        if any(layer.bias is not None for layer in layers):
+            biases = [weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+            self.bias = torch.cat([bias.detach().to(self.dtype) for bias in biases])
+        updates = [member.update for member in self.members]
+        if any(updates):
+            a = torch.cat([update.A.detach() for update in updates if update]).to(self.dtype)
+            scaled = [
+                update.B.detach() * update.scaling if update else weight.new_zeros(size, 0)
+                for update, size in zip(updates, self.sizes, strict=True)
+            ]
+            weight = torch.cat([weight, torch.block_diag(*scaled).to(self.dtype)], 1)
+            self.a = a.T.contiguous() if self.dtype is torch.float32 else _reorder(a)
+        return _reorder(weight)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """Counts operations in place; `None` where PyTorch does not."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _reorder(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
-class _PackedForward:
-    """The `forward` of a linear layer while it is packed."""
-
-    def __init__(self, layer: torch.nn.Linear, dtype: torch.dtype):
-        self.layer, self.dtype = layer, dtype
-        self.bias: torch.Tensor | None
-        with torch.no_grad():
-            self.weight = _reorder(layer.weight.detach().to(dtype))
-            self.bias = None if layer.bias is None else layer.bias.detach().to(dtype)
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.numel() > MOST_ROWS * rows.shape[-1]:
-            return torch.nn.Linear.forward(self.layer, rows)
-        return torch.ops.mkldnn._linear_pointwise(rows.to(self.dtype), self.weight, self.bias, "none", [], "")
-
-
-class _PackedUpdatedForward(_PackedForward):
-    """The same with a low-rank update on."""
-
-    def __init__(self, layer: torch.nn.Linear, dtype: torch.dtype, forward: UpdatedForward):
-        self.layer, self.dtype, self.unpacked = layer, dtype, forward
-        update: LowRankUpdate = forward.update
-        with torch.no_grad():
-            self.weight = _reorder(
-                torch.cat([layer.weight.detach(), update.A.detach().to(layer.weight.dtype)]).to(dtype)
-            )
-            self.bias = None
-            if layer.bias is not None:
-                self.bias = torch.cat([layer.bias.detach(), layer.bias.new_zeros(len(update.A))]).to(dtype)
-            self.b = (update.B.detach().T * update.scaling).to(dtype).contiguous()
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        if rows.numel() > MOST_ROWS * rows.shape[-1]:
-            return self.unpacked(rows)
-        both = torch.ops.mkldnn._linear_pointwise(
-            rows.to(self.dtype).flatten(0, -2), self.weight, self.bias, "none", [], ""
-        )
-        size = self.b.shape[1]
-        return torch.addmm(both[:, :size], both[:, size:], self.b).view(*rows.shape[:-1], size)
+def _multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
