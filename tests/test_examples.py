@@ -331,3 +331,21 @@ def test_distillation_along_with_the_policy(tmp_path, monkeypatch):
     assert (tmp_path / "tails.png").stat().st_size > 1000
     assert (tmp_path / "sparrow" / "adapter" / "adapter_config.json").is_file()
     assert script["different_words_reward"](["a B b c", ""]) == [0.75, 0.0]
+
+
+def test_decode_steps_with_and_without_the_lora(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS.parent)
+    script = runpy.run_path(str(SCRIPTS.parent / "distill_overhead.py"))
+    model = tiny_model(eos_token_id=None)
+    prompts = torch.randint(5, 200, (3, 21), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.no_grad():
+        expected = [model(input_ids=torch.tensor([prompt + prompt[:1]])).logits[0, -1] for prompt in prompts]
+        with rollout_mode(model, packed=True):
+            step = script["decoder"](model, prompts, script["SparsitySchedule"].dense(page_size=4), torch.float32)
+            for _ in range(3):
+                torch.testing.assert_close(step(), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    arguments = script["OverheadArguments"](decode_steps=2, budget=1)
+    for names in ("q_proj,v_proj", "all-linear"):
+        with_lora, without = script["decode_seconds"](model, prompts, torch.bfloat16, names, arguments)
+        assert len(with_lora) == len(without) == 2 and min(with_lora + without) > 0
+    assert not any("forward" in vars(module) for module in model.modules())
