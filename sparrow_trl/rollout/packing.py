@@ -50,12 +50,15 @@ def packed_linears(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterato
         ]
     before = [vars(layer).get("forward") for layer in layers]
     groups = _Groups()
+    forwards = [_PackedForward(layer, dtype or layer.weight.dtype, groups) for layer in layers]
     try:
-        for layer in layers:
-            packed = _PackedForward(layer, dtype or layer.weight.dtype, groups)
+        for layer, packed in zip(layers, forwards, strict=True):
             layer.forward = packed  # type: ignore[method-assign,assignment]
         yield len(layers)
     finally:
+        groups.clear()
+        for packed in forwards:
+            packed.group = None
         for layer, forward in zip(layers, before, strict=True):
             if forward is None:
                 vars(layer).pop("forward", None)
@@ -104,6 +107,10 @@ class _Groups:
             self._by_input[key] = weakref.ref(rows), group
         group.members.append(forward)
         return group
+
+    def clear(self) -> None:
+        """Forget the groups. They hold layers that hold them, and would stay until the next garbage collection."""
+        self._by_input.clear()
 
 
 class _Group:

@@ -1,5 +1,8 @@
 """Packed linear layers compute what the layers compute, and leave them as they were."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -134,6 +137,20 @@ def test_layers_fed_the_same_tensor_compute_their_own_products(dtype, tolerance,
     for product, reference in zip(found, expected, strict=True):
         assert product.dtype == dtype and product.shape == reference.shape
         assert (product.double() - reference).norm() <= tolerance * reference.norm()
+
+
+def test_copies_go_when_the_context_ends():
+    model = fan(updated=UPDATES)
+    gc.disable()
+    try:
+        with torch.no_grad(), packed_linears(model, None):
+            for _ in range(2):
+                model(torch.randn(1, 2, 24))
+            copy = weakref.ref(model.wide.forward.group.weight)
+            assert copy() is not None
+        assert copy() is None
+    finally:
+        gc.enable()
 
 
 def test_a_layer_on_another_tensor_is_not_in_the_group():
