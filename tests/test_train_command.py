@@ -8,10 +8,11 @@ import yaml
 from transformers import AutoModelForCausalLM, GenerationConfig
 from trl import ModelConfig
 
-from sparrow_trl import RolloutEngine, SparrowGRPOConfig, SparsitySchedule
+from sparrow_trl import RolloutEngine, SparrowGRPOConfig, SparrowGRPOTrainer, SparsitySchedule
 from sparrow_trl.cli import main
+from sparrow_trl.rewards import Sandbox, SandboxUnavailableError
 from sparrow_trl.sparsity.cost import CHIPS
-from sparrow_trl.train.arguments import get_reward_funcs
+from sparrow_trl.train.arguments import get_reward_funcs, make_parser
 from sparrow_trl.train.plan import make_plan
 from tiny import tiny_model, tiny_tokenizer
 from training import make_config, prompts
@@ -195,6 +196,39 @@ def test_a_dataset_without_prompts_is_named(folder, capsys):
     (folder / "questions.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     assert main([*flags(folder, dataset_name=folder / "questions.jsonl"), "--dry-run"]) == 2
     assert "no column 'prompt'; it has question, answer" in capsys.readouterr().err
+
+
+def test_a_lora_has_no_dropout_unless_asked_for(folder):
+    for options, dropout in (({}, 0.0), ({"lora_dropout": 0.1}, 0.1)):
+        _, _, model, _ = make_parser().parse_args_and_config(flags(folder, use_peft="true", **options)[1:])
+        assert model.lora_dropout == dropout
+    (folder / "lora.yaml").write_text("lora_dropout: 0.2")
+    _, _, model, _ = make_parser().parse_args_and_config([*flags(folder)[1:], "--config", str(folder / "lora.yaml")])
+    assert model.lora_dropout == 0.2
+
+
+@pytest.mark.parametrize("options", [{"reward_funcs": "code_reward"}, {"reward_funcs": None, "recipe": "tiny-code"}])
+def test_a_machine_without_sandboxes_is_found_out_first(folder, capsys, monkeypatch, options):
+    def refuse(self):
+        raise SandboxUnavailableError("Install bubblewrap.")
+
+    monkeypatch.setattr(Sandbox, "_find_isolation", refuse)
+    monkeypatch.setattr("sparrow_trl.rewards.code.shared_sandbox", Sandbox)  # not the one of tests before
+    monkeypatch.setattr("sparrow_trl.train.run.load_datasets", None)  # nothing is loaded
+    assert main(flags(folder, **options)) == 2
+    assert "SandboxUnavailableError: Install bubblewrap." in capsys.readouterr().err
+
+
+def test_a_dry_run_needs_no_sandbox(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sparrow_trl.train.run.check_sandboxes", None)
+    assert main([*flags(folder, reward_funcs="code_reward"), "--dry-run"]) == 0
+
+
+def test_the_run_is_ended(folder, monkeypatch):
+    ended = []
+    monkeypatch.setattr(SparrowGRPOTrainer, "end", lambda self: ended.append(self.state.global_step))
+    assert main(flags(folder, max_steps=1, save_strategy="no")) == 0
+    assert ended == [1]
 
 
 def test_overlong_reward_goes_by_the_limit_of_the_run():

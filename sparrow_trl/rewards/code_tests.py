@@ -294,6 +294,8 @@ def _is_expected(found: Any, expected: Any) -> bool:
 
 
 def _same_value(found: Any, expected: Any) -> bool:
+    if isinstance(found, range) and isinstance(expected, (tuple, list)):
+        found = list(found[: len(expected) + 1])  # it may be too long for `len`
     if isinstance(found, (tuple, list)) and isinstance(expected, (tuple, list)):
         return len(found) == len(expected) and all(map(_same_value, found, expected))
     if isinstance(found, dict) and isinstance(expected, Mapping):

@@ -76,12 +76,17 @@ class TrainArguments(ScriptArguments):
 
 
 def make_parser(prog: str = "sparrow train") -> TrlParser:
-    """A parser of [`TrainArguments`], `SparrowGRPOConfig`, `ModelConfig` and `DatasetMixtureConfig`."""
+    """
+    A parser of [`TrainArguments`], `SparrowGRPOConfig`, `ModelConfig` and `DatasetMixtureConfig`. A LoRA has no dropout
+    unless it is asked for (TRL's default is 0.05): rollouts have none, and would sample from another policy.
+    """
     from trl import DatasetMixtureConfig, ModelConfig
 
     from ..config import SparrowGRPOConfig
 
-    return TrlParser((TrainArguments, SparrowGRPOConfig, ModelConfig, DatasetMixtureConfig), prog=prog)
+    parser = TrlParser((TrainArguments, SparrowGRPOConfig, ModelConfig, DatasetMixtureConfig), prog=prog)
+    parser.set_defaults(lora_dropout=0.0)
+    return parser
 
 
 def get_reward_funcs(names: list[str] | None, recipe: Any, max_completion_length: int) -> list[Callable[..., Any]]:
@@ -119,6 +124,23 @@ def _reward_func(name: str, max_completion_length: int) -> Callable[..., Any]:
         return getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"reward_funcs: {name!r} cannot be imported: {error}") from error
+
+
+def check_sandboxes(reward_funcs: list[Callable[..., Any]]) -> None:
+    """
+    Find out before a run whether rewards that run programs can isolate them.
+
+    Raises:
+        SandboxUnavailableError: this machine cannot; says what would help.
+    """
+    from ..rewards import CodeReward, code_reward
+    from ..rewards.code import shared_sandbox
+
+    for reward in reward_funcs:
+        if reward is code_reward:
+            shared_sandbox().isolation  # noqa: B018 - refuses
+        elif isinstance(reward, CodeReward):
+            reward.sandbox.isolation  # noqa: B018
 
 
 def load_datasets(script: TrainArguments, mixture: Any, recipe: Any, evaluates: bool) -> tuple[Any, Any]:

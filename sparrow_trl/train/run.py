@@ -13,7 +13,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from trl import ModelConfig
 
-from .arguments import TrainArguments, get_reward_funcs, load_datasets, make_parser
+from ..rewards import SandboxUnavailableError
+from .arguments import TrainArguments, check_sandboxes, get_reward_funcs, load_datasets, make_parser
 
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         if not model.model_name_or_path:
             raise ValueError("No model: give --model_name_or_path.")
         trainer = _prepare(script, args, model, mixture)
-    except (ValueError, TypeError, ImportError, OSError, yaml.YAMLError) as error:
+    except (ValueError, TypeError, ImportError, OSError, yaml.YAMLError, SandboxUnavailableError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     if trainer is not None:
@@ -57,6 +58,8 @@ def _prepare(script: TrainArguments, args: Any, model: ModelConfig, mixture: Any
 
         recipe = get_recipe(script.recipe)
     reward_funcs = get_reward_funcs(script.reward_funcs, recipe, args.max_completion_length)
+    if not script.dry_run:
+        check_sandboxes(reward_funcs)
     train_dataset, eval_dataset = load_datasets(script, mixture, recipe, evaluates=args.eval_strategy != "no")
     for dataset in (train_dataset, eval_dataset):
         names = getattr(dataset, "column_names", None)  # unknown of some streams
@@ -102,6 +105,7 @@ def _train(trainer: SparrowGRPOTrainer) -> None:
     trainer.accelerator.print(f"The model is in {args.output_dir}.")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=trainer.dataset_name)
+    trainer.end()
 
 
 def _typical_prompt_length(dataset: Any, model: ModelConfig) -> int:

@@ -166,6 +166,26 @@ def test_a_bin_that_sags_is_mended(model, tokenizer, text, monkeypatch):
     assert sorted(found.searches[0].measured) == [1, 2, 4, 8, 16]
 
 
+def test_a_bin_with_too_few_tokens_in_the_check_keeps_its_budget(model, tokenizer, text, monkeypatch):
+    said = []
+
+    def check(measurer, schedule, stretches, options):
+        tails = {index: Tail(0.81, 0.805, 0.82, 0.97, 256, 1.0) for index in stretches}
+        return {**tails, 1: Tail(0.7, 0.0, 0.9, 0.97, 12, 1.0)}
+
+    monkeypatch.setattr(calibrator_module, "check_schedule", check)
+    monkeypatch.setattr(calibrator_module.logger, "warning", said.append)
+    found = calibrate_schedule(model, tokenizer, text, progress_bar=False, options=SMALL, checks=1, target=0.8)
+    assert found.schedule.budgets == found.checks[0].schedule.budgets
+    assert [entry.get("check") for entry in found.schedule.provenance["bins"][:3]] == [
+        "passed",
+        "too few tokens",
+        "passed",
+    ]
+    (message,) = said
+    assert "Bins 1 had too few tokens in the check (12)" in message and "--check-places" in message
+
+
 def test_a_bin_raised_after_the_last_check_says_so(model, tokenizer, text, monkeypatch):
     def check(measurer, schedule, stretches, options):
         return {index: Tail(0.85, 0.84, 0.86, 0.97, 256, 1.0) for index in stretches}

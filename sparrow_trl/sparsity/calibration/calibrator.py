@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...monitor.histogram import TAIL_QUANTILE, order_statistics
+from transformers.utils import logging
+
 from ...rollout import RolloutEngine
 from ..schedule import SparsitySchedule
 from .bases import Bases, make_bases
@@ -17,6 +18,8 @@ from .search import FIRST_TOKENS, BinSearch, extrapolate, shared_effect
 from .stretches import DECODE_WORK, OWN_PAST_WORK, SCORE_WORK, Stretch
 from .texts import Source
 
+
+logger = logging.get_logger(__name__)
 
 USUAL_ROUNDS = 6  # of a search, for the progress bar
 MOST_ROUNDS = 12
@@ -103,8 +106,7 @@ class Calibrator:
             tails = search.tails(effect, options.confidence)
             fewest = min(tail.effective_tokens for tail in tails.values())
             most = max(most, fewest)
-            has_low_end = order_statistics(int(fewest), TAIL_QUANTILE, options.confidence)[0] is not None
-            if fewest < options.min_tokens or not has_low_end:
+            if fewest < options.min_tokens or not all(tail.has_low_end(options.confidence) for tail in tails.values()):
                 continue
             budget = search.curve(tails, "low").cheapest(options.target)
             if budget is None:
@@ -127,10 +129,22 @@ class Calibrator:
         return replace(self.layout, budgets=tuple(budgets))
 
     def _mend(self, known: dict[int, int], tails: dict[int, Tail], effect: float, may_lower: bool) -> dict[int, int]:
-        """More for bins whose lower end misses the target, less for those with room."""
+        """
+        More for bins whose lower end misses the target, less for those with room. Bins with too few tokens in the check
+        for a lower end stay as the search found them, with a warning.
+        """
         options, mended = self.options, dict(known)
         budgets = extrapolate(known, max(known) + 1, options.bin_tokens)
+        unchecked = [index for index, tail in tails.items() if not tail.has_low_end(options.confidence)]
+        if unchecked:
+            logger.warning(
+                f"Bins {', '.join(map(str, unchecked))} had too few tokens in the check ("
+                f"{', '.join(str(tails[index].tokens) for index in unchecked)}) for an interval, and keep the budgets of "
+                "the search. Raise --check-places, or give longer texts or prompts."
+            )
         for index, tail in tails.items():
+            if index in unchecked:
+                continue
             search = self.searches[index]
             slope = search.slope(search.tails(effect, options.confidence))
             budget = budgets[index]

@@ -39,6 +39,10 @@ class Tail:
         """Independent tokens that would say as much."""
         return self.tokens / self.design_effect
 
+    def has_low_end(self, confidence: float) -> bool:
+        """Whether there are enough tokens for the lower end of an interval; without, `low` is 0."""
+        return order_statistics(max(1, int(self.effective_tokens)), TAIL_QUANTILE, confidence)[0] is not None
+
 
 def design_effect(stretches: Sequence[np.ndarray]) -> float:
     """

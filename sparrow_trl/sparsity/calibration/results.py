@@ -86,8 +86,13 @@ def described_bins(calibration: Calibration, options: CalibrationOptions) -> lis
         if calibration.checks and index in calibration.checks[-1].tails:
             checked = calibration.checks[-1]
             is_same = checked.schedule.budgets[index] == budget
-            meets = checked.tails[index].low >= options.target
-            entry["check"] = ("passed" if meets else "below the target") if is_same else "raised after the last check"
+            tail = checked.tails[index]
+            if not tail.has_low_end(options.confidence):
+                entry["check"] = "too few tokens"
+            elif not is_same:
+                entry["check"] = "raised after the last check"
+            else:
+                entry["check"] = "passed" if tail.low >= options.target else "below the target"
         described.append(entry)
     return described
 
