@@ -571,6 +571,9 @@ class SparrowGRPOConfig(GRPOConfig):
                 f"max_completion_length={self.max_completion_length}. Leave it out."
             )
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        for name, value in own.items():
+            if value is not None and not _is_number(value):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a number.")
         Sampler(GenerationConfig(**{"do_sample": True, **own, **options}), stop_token_ids=[])
 
     def _check_importance_sampling(self):

@@ -12,6 +12,7 @@ import torch
 from .hub.publishing import PublishingTrainer
 from .monitor import TailMonitor
 from .monitor.callback import TailCallback
+from .monitor.tail_monitor import moved_schedule
 from .processes import warn
 from .rollout import RolloutOutput
 from .sparsity import SparsitySchedule
@@ -129,11 +130,23 @@ class MonitoredTrainer(PublishingTrainer):
     def load_state(self, folder: str) -> None:
         super().load_state(folder)
         if self._tail_monitor is None:
+            self._keep_moved_budgets(folder)
             return
         message = self._tail_monitor.load(os.path.join(folder, RECORD_FOLDER))
         if message is not None:
             warn(message)
         self.rollout_schedule = self._tail_monitor.schedule
+
+    def _keep_moved_budgets(self, folder: str) -> None:
+        """Go on with the budgets of the run that saved the checkpoint, though nothing moves them any more."""
+        moved = moved_schedule(os.path.join(folder, RECORD_FOLDER), self.rollout_schedule)
+        if moved is not None:
+            warn(
+                f"The budgets {moved.budgets}, which tail_action had moved from {self.rollout_schedule.budgets} when "
+                f"{folder} was saved, are kept. With tail_monitor=False nothing watches them: set it to True to go on "
+                "moving them."
+            )
+            self.rollout_schedule = moved
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._tail_monitor is not None and self.metrics_mode == "train":

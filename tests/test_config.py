@@ -335,3 +335,10 @@ def test_no_warning_by_default(tmp_path):
 def test_sampling_options_are_checked_before_anything_is_loaded(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         SparrowGRPOConfig(str(tmp_path), bf16=False, report_to="none", **options)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", ["1", True])
+def test_sampling_options_are_numbers(tmp_path, name, value):
+    with pytest.raises(TypeError, match=f"{name}={value!r} is a {type(value).__name__}, not a number"):
+        SparrowGRPOConfig(str(tmp_path), bf16=False, report_to="none", **{name: value})

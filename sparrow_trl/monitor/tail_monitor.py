@@ -438,6 +438,19 @@ class TailMonitor:
         }
 
 
+def moved_schedule(folder: str | Path, schedule: SparsitySchedule) -> SparsitySchedule | None:
+    """
+    The schedule that a monitor had arrived at when it was saved in a folder, for runs that go on without one. `None`
+    where it was not saved, had started with another schedule than `schedule`, or had moved no budget.
+    """
+    path = Path(folder) / STATE_FILE
+    if schedule.is_dense or not path.is_file():
+        return None
+    controller = ScheduleController(schedule)
+    controller.load_state_dict(json.loads(path.read_text(encoding="utf-8"))["controller"])
+    return None if controller.schedule == schedule else controller.schedule
+
+
 def _count(histograms: Mapping[str, AcceptanceHistogram], positions: torch.Tensor, bounds: AcceptanceBounds) -> None:
     for name, rates in (("lower", bounds.top_k), ("upper", bounds.upper), ("exact", bounds.exact)):
         if rates is not None and name in histograms:

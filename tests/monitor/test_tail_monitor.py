@@ -366,6 +366,23 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, action, min_tokens, d
         assert torch.equal(found, expected), name
 
 
+def test_moved_budgets_are_kept_by_a_resumed_run_without_a_monitor(tmp_path):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "tail_threshold": 0.9, "tail_share": 0.5}
+    whole = make(tmp_path, tail_action="adapt", tail_min_tokens=60, **options)
+    whole.train()
+    moved = whole.rollout_engine.schedule.budgets
+    assert {decision.step for decision in whole.tail_monitor.controller.decisions} == {2}  # before the checkpoint
+    assert moved != SCHEDULE.budgets
+    resumed = make(tmp_path, tail_monitor=False, **options)
+    with pytest.warns(UserWarning, match="are kept. With tail_monitor=False nothing watches them") as warned:
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.rollout_engine.schedule.budgets == moved
+    assert any(f"{moved}" in str(one.message) and f"{SCHEDULE.budgets}" in str(one.message) for one in warned)
+    other = make(tmp_path, tail_monitor=False, sparse_schedule=SparsitySchedule((3,), page_size=4), **options)
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert other.rollout_engine.schedule.budgets == (3,)
+
+
 def test_state_of_another_schedule_is_not_taken(tmp_path):
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "tail_action": "adapt"}
     make(tmp_path, **{**options, "max_steps": 1}).train()
