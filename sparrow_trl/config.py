@@ -12,11 +12,18 @@ from .distill.loss import KL_DIRECTIONS, KL_ESTIMATORS, SAMPLED_ESTIMATORS
 from .monitor import ACTIONS, STATISTICS
 from .processes import warn
 from .rollout.backend import BACKENDS
-from .rollout.sampler import Sampler
+from .rollout.sampler import NUMBERS, Sampler
 from .sparsity import DEFAULT_TARGET, SparsitySchedule, is_hub_repo
-from .validation import boolean, fraction, integer
+from .validation import boolean, fraction, integer, number
 
 
+_BATCH_SIZES = (
+    "num_generations",
+    "num_generations_eval",
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_iterations",
+)
 _IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -405,6 +412,9 @@ class SparrowGRPOConfig(GRPOConfig):
         elif isinstance(self.sparse_schedule, str) and self.sparse_schedule.startswith("{"):
             _check_json(self.sparse_schedule)
 
+        for name in _BATCH_SIZES:
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, integer(name, value))
         if self.num_generations is not None and self.num_generations < 2:
             raise ValueError(
                 f"num_generations={self.num_generations} is below 2: the advantage of a completion is its reward "
@@ -554,7 +564,13 @@ class SparrowGRPOConfig(GRPOConfig):
                 f"max_completion_length={self.max_completion_length} is not a positive integer, which sparse rollouts "
                 "need: the KV cache is planned with it."
             )
+        number("temperature", self.temperature)
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
         options = self.generation_kwargs or {}
+        for name in NUMBERS:
+            number(name, own.get(name), or_none=True)
+            number(f"generation_kwargs[{name!r}]", options.get(name), or_none=True)
+        boolean("generation_kwargs['do_sample']", options.get("do_sample", True))
         # The training computes its log-probabilities with these two, so a rollout must not have others
         if "temperature" in options and options["temperature"] != self.temperature:
             raise ValueError(
@@ -570,13 +586,10 @@ class SparrowGRPOConfig(GRPOConfig):
                 "generation_kwargs sets max_new_tokens=None, which would undo "
                 f"max_completion_length={self.max_completion_length}. Leave it out."
             )
-        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-        for name, value in own.items():
-            if value is not None and not _is_number(value):
-                raise TypeError(f"{name}={value!r} is a {type(value).__name__}, not a number.")
         Sampler(GenerationConfig(**{"do_sample": True, **own, **options}), stop_token_ids=[])
 
     def _check_importance_sampling(self):
+        boolean("vllm_importance_sampling_correction", self.vllm_importance_sampling_correction)
         if not self.vllm_importance_sampling_correction:
             if self.sparse_schedule != "dense":
                 warn(
@@ -586,6 +599,8 @@ class SparrowGRPOConfig(GRPOConfig):
                     stacklevel=4,
                 )
             return
+        for name in ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"):
+            number(name, getattr(self, name), or_none=True)
         mode = self.vllm_importance_sampling_mode
         if mode not in _IMPORTANCE_SAMPLING_MODES:
             raise ValueError(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from .hub.publishing import PublishingTrainer
 from .monitor import TailMonitor
 from .monitor.callback import TailCallback
-from .monitor.tail_monitor import moved_schedule
+from .monitor.tail_monitor import STATE_FILE, saved_schedule
 from .processes import warn
 from .rollout import RolloutOutput
 from .sparsity import SparsitySchedule
@@ -30,6 +30,8 @@ class MonitoredTrainer(PublishingTrainer):
     """
 
     _tail_monitor: TailMonitor | None = None
+    _initial_schedule: SparsitySchedule
+    _saved_state: bytes | None = None  # of the monitor of an interrupted run, where this one has none
 
     @property
     def tail_monitor(self) -> TailMonitor | None:
@@ -39,6 +41,7 @@ class MonitoredTrainer(PublishingTrainer):
     def start_tail_monitor(self, schedule: SparsitySchedule) -> None:
         """Measure from now on, if the configuration says so and the schedule is sparse."""
         args = self.args
+        self._initial_schedule = schedule
         if not args.tail_monitor or schedule.is_dense:
             return
         self._tail_monitor = TailMonitor(
@@ -125,28 +128,26 @@ class MonitoredTrainer(PublishingTrainer):
     def save_state(self, folder: str) -> None:
         super().save_state(folder)
         if self._tail_monitor is not None:
-            self._tail_monitor.save(os.path.join(folder, RECORD_FOLDER))
+            self._tail_monitor.save(Path(folder) / RECORD_FOLDER)
+        elif self._saved_state is not None:
+            path = Path(folder) / RECORD_FOLDER / STATE_FILE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self._saved_state)
 
     def load_state(self, folder: str) -> None:
         super().load_state(folder)
+        record = Path(folder) / RECORD_FOLDER
         if self._tail_monitor is None:
-            self._keep_moved_budgets(folder)
-            return
-        message = self._tail_monitor.load(os.path.join(folder, RECORD_FOLDER))
+            schedule, message = saved_schedule(record, self._initial_schedule)
+            if schedule != self._initial_schedule:
+                self._saved_state = (record / STATE_FILE).read_bytes()
+        else:
+            message = self._tail_monitor.load(record)
+            schedule = self._tail_monitor.schedule
         if message is not None:
             warn(message)
-        self.rollout_schedule = self._tail_monitor.schedule
-
-    def _keep_moved_budgets(self, folder: str) -> None:
-        """Go on with the budgets of the run that saved the checkpoint, though nothing moves them any more."""
-        moved = moved_schedule(os.path.join(folder, RECORD_FOLDER), self.rollout_schedule)
-        if moved is not None:
-            warn(
-                f"The budgets {moved.budgets}, which tail_action had moved from {self.rollout_schedule.budgets} when "
-                f"{folder} was saved, are kept. With tail_monitor=False nothing watches them: set it to True to go on "
-                "moving them."
-            )
-            self.rollout_schedule = moved
+        if schedule != self.rollout_schedule:  # an engine that a rollout_func may never ask for is not built for it
+            self.rollout_schedule = schedule
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._tail_monitor is not None and self.metrics_mode == "train":

@@ -344,6 +344,45 @@ def test_card_of_a_bare_model_says_what_is_missing(saved):
     assert "No record of the run" in make_card(saved).text
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("eval.json", "{broken"),
+        ("eval.json", '{"results": 3}'),
+        ("eval.json", '{"results": ["math500"]}'),
+        ("eval.json", '{"results": [{"suite": "math500", "metric": "accuracy", "decode": "dense"}]}'),
+        ("tail.json", "[]"),
+        ("tail.json", '{"bins": [{"first": 0, "tokens": 5}]}'),
+        ("tail.json", '{"threshold": "high"}'),
+        ("bench.json", '{"runs": [{"decode": {"steps": [{"batch": 1}]}}]}'),
+        ("run.json", '{"base_model": null}'),
+        ("run.json", json.dumps({**vars(RunRecord(None, None, "", {}, {}, {})), "config": []})),
+        ("run.json", json.dumps({**vars(RunRecord(None, None, "", {}, {}, {})), "global_step": "many"})),
+    ],
+)
+def test_damaged_evidence_is_left_out_with_a_warning(hub, saved, name, text):
+    bare = make_card(saved, repo_id=REPO).text
+    (saved / "sparrow").mkdir()
+    (saved / "sparrow" / name).write_text(text)
+    with pytest.warns(UserWarning, match="is damaged") as caught:
+        assert main(["push", str(saved), REPO]) == 0
+    [message] = [str(warning.message) for warning in caught if "is damaged" in str(warning.message)]
+    assert str(saved / "sparrow" / name) in message
+    card = ModelCard(hub.files[REPO]["README.md"].decode()).text
+    before, _, rest = card.partition("## Files")
+    assert (before + rest[rest.index("## Limits") :]).split() == bare.split()
+
+
+def test_damaged_evidence_does_not_end_a_training(hub, tmp_path):
+    trainer = make_trainer(tmp_path / "out", max_steps=1, hub_model_id=REPO)
+    (tmp_path / "out" / "sparrow").mkdir(parents=True)
+    (tmp_path / "out" / "sparrow" / "eval.json").write_text('{"results": [{"suite": "math500"}]}')
+    trainer.train()
+    with pytest.warns(UserWarning, match="eval.json is damaged"):
+        trainer.push_to_hub()
+    assert "| optimizer steps | 1 |" in hub.files[REPO]["README.md"].decode()  # the rest of our card is there
+
+
 def test_local_paths_do_not_become_metadata(saved):
     (saved / "sparrow").mkdir()
     record = RunRecord(str(saved), "data/train.jsonl/x", "python x.py", {}, {}, {})

@@ -43,7 +43,7 @@ def make_card(
 
     Args:
         folder (`str` or `os.PathLike`): the model, with the folder `sparrow/` (see [`~sparrow_trl.hub.record`]). What is
-            missing there is left out of the card.
+            missing there is left out of the card, and so is what is damaged, with a warning.
         repo_id (`str`, *optional*): the repository it is for; by default the folder's name.
         tags (`Collection[str]`, *optional*): further tags.
         dataset (`str`, *optional*): name of the training data; by default that of the record.
@@ -61,6 +61,7 @@ def make_card(
     if is_adapter is None:
         is_adapter = (path / "adapter_config.json").is_file()
     evaluation = read_eval(path)
+    tail, threshold, floor = read_tail(path)
     data = ModelCardData(
         base_model=base_model if _is_repository(base_model) else None,
         datasets=[dataset] if dataset and _is_repository(dataset) else None,
@@ -79,11 +80,11 @@ def make_card(
         is_adapter=is_adapter,
         trained=_trained(base_model, dataset),
         training=_training(record, schedule),
-        tail=_tail(path, record),
+        tail=_tail(path, tail, threshold, floor),
         speed=_speed(path, record),
         evaluation=_evaluation(evaluation),
         files=_files(path),
-        limits=_limits(read_tail(path)[0], bool(evaluation)),
+        limits=_limits(tail, bool(evaluation)),
         reproduce=_reproduce(record),
         citations=CITATIONS,
     )
@@ -158,8 +159,7 @@ def _describe(schedule: SparsitySchedule) -> str:
     )
 
 
-def _tail(path: Path, record: RunRecord | None) -> str:
-    rows, threshold, floor = read_tail(path)
+def _tail(path: Path, rows: list[TailRow], threshold: float | None, floor: float | None) -> str:
     if not rows:
         return ""
     text = (

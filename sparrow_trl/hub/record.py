@@ -18,12 +18,17 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ..processes import warn
 from ..sparsity.schedule import RECORD_FOLDER
+from ..validation import integer
+
+
+T = TypeVar("T")
 
 
 RUN_FILE = "run.json"
@@ -70,22 +75,36 @@ class RunRecord:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> RunRecord | None:
-        """The record of `folder`, or `None` where there is none that can be read."""
-        values = read_json(Path(folder) / RECORD_FOLDER / RUN_FILE)
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values} if values else {}
-        try:
-            return cls(**known)
-        except TypeError:
-            return None
+        """The record of `folder`, or `None` where there is none that can be read, with a warning if it is damaged."""
+        return read_record(Path(folder) / RECORD_FOLDER / RUN_FILE, cls._parse)
+
+    @classmethod
+    def _parse(cls, values: dict[str, Any]) -> RunRecord:
+        record = cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
+        for name in ("config", "environment", "hardware", "metrics"):
+            if not isinstance(getattr(record, name), dict):
+                raise TypeError(f"{name}={getattr(record, name)!r} is not an object")
+        for name in ("num_processes", "global_step"):
+            integer(name, getattr(record, name))
+        record.metrics = {name: float(value) for name, value in record.metrics.items()}
+        return record
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; `None` where the file is missing or holds none."""
+def read_record(path: Path, parse: Callable[[dict[str, Any]], T]) -> T | None:
+    """What `parse` makes of the object in a JSON file; `None` where it is missing or, with a warning, damaged."""
+    if not path.is_file():
+        return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if not isinstance(values, dict):
+            raise TypeError(f"it holds a {type(values).__name__}, not an object")
+        return parse(values)
+    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        warn(
+            f"{path} is damaged ({type(error).__name__}: {error}), and what it says is left out of the model card. "
+            "Mend it, or remove it: `sparrow push` writes the card anew."
+        )
         return None
-    return values if isinstance(values, dict) else None
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -408,10 +408,7 @@ class TailMonitor:
             return None
         state = json.loads(path.read_text(encoding="utf-8"))
         if not self.controller.load_state_dict(state["controller"]):
-            return (
-                f"{path} was saved for another sparse_schedule than this run starts with, so the measured tails and the "
-                "changed budgets are not taken from it. Resume with the same sparse_schedule to go on from them."
-            )
+            return _of_another_schedule(path)
         self.sparse_schedule = self.controller.schedule
         if self.statistic in (None, state["statistic"]):  # tails of two statistics do not add up
             self.judge.load_state_dict(state["judge"])
@@ -438,17 +435,45 @@ class TailMonitor:
         }
 
 
-def moved_schedule(folder: str | Path, schedule: SparsitySchedule) -> SparsitySchedule | None:
+def saved_schedule(folder: str | Path, schedule: SparsitySchedule) -> tuple[SparsitySchedule, str | None]:
     """
-    The schedule that a monitor had arrived at when it was saved in a folder, for runs that go on without one. `None`
-    where it was not saved, had started with another schedule than `schedule`, or had moved no budget.
+    What a run without a monitor goes on with from a checkpoint of one with a monitor.
+
+    Args:
+        folder (`str` or `Path`): where [`TailMonitor.save`] wrote its state, if it did.
+        schedule (`SparsitySchedule`): that this run starts with.
+
+    Returns:
+        `tuple[SparsitySchedule, str | None]`: the schedule of the interrupted run's next rollout, or `schedule` where
+        that one was another to begin with; and what to tell the user, where the monitor had changed something.
     """
     path = Path(folder) / STATE_FILE
-    if schedule.is_dense or not path.is_file():
-        return None
-    controller = ScheduleController(schedule)
-    controller.load_state_dict(json.loads(path.read_text(encoding="utf-8"))["controller"])
-    return None if controller.schedule == schedule else controller.schedule
+    if not path.is_file():
+        return schedule, None
+    state = json.loads(path.read_text(encoding="utf-8"))
+    initial = SparsitySchedule.from_dict(state["controller"]["initial"])
+    saved = replace(initial, budgets=() if state["is_densified"] else tuple(state["controller"]["budgets"]))
+    if saved == initial:
+        return schedule, None
+    if initial != schedule:
+        return schedule, _of_another_schedule(path)
+    if saved.is_dense:
+        return saved, (
+            f"By {path} the interrupted run had turned to dense rollouts (tail_action='densify'), and this one goes on "
+            "with them. With tail_monitor=False nothing finds out when the tail has recovered: resume with "
+            "tail_monitor=True for that."
+        )
+    return saved, (
+        f"By {path} the tail monitor of the interrupted run had changed the budgets from {list(initial.budgets)} to "
+        f"{list(saved.budgets)}, and this run goes on with them. With tail_monitor=False they stay as they are."
+    )
+
+
+def _of_another_schedule(path: Path) -> str:
+    return (
+        f"{path} was saved for another sparse_schedule than this run starts with, so the measured tails and the changed "
+        "budgets are not taken from it. Resume with the same sparse_schedule to go on from them."
+    )
 
 
 def _count(histograms: Mapping[str, AcceptanceHistogram], positions: torch.Tensor, bounds: AcceptanceBounds) -> None:

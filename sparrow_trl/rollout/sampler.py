@@ -31,6 +31,7 @@ from transformers.generation import (
 
 from sparrow_kernels import static_ops
 
+from ..validation import number
 from .sequence import Sequence
 
 
@@ -57,6 +58,22 @@ UNSUPPORTED = {
     "cache_implementation": (None,),
 }
 
+# Options of `GenerationConfig` that are numbers where they are on.
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "min_length",
+    "min_new_tokens",
+    "max_new_tokens",
+)
+
 BLOCK = 256  # tokens of the vocabulary that `inverse_cdf` sums at once
 
 
@@ -72,9 +89,12 @@ class Sampler:
 
     Raises:
         ValueError: for options that the engine does not know, by name.
+        TypeError: an option that is a number is given as something else.
     """
 
     def __init__(self, config: GenerationConfig, stop_token_ids: list[int]):
+        for name in NUMBERS:
+            number(name, getattr(config, name), or_none=True)
         for name, off in UNSUPPORTED.items():
             value = getattr(config, name, None)
             if value not in off:

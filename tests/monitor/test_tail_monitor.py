@@ -366,21 +366,36 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path, action, min_tokens, d
         assert torch.equal(found, expected), name
 
 
-def test_moved_budgets_are_kept_by_a_resumed_run_without_a_monitor(tmp_path):
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "tail_threshold": 0.9, "tail_share": 0.5}
-    whole = make(tmp_path, tail_action="adapt", tail_min_tokens=60, **options)
+@pytest.mark.parametrize(
+    ("action", "message"), [("adapt", r"from \[2\] to \[2, 2, 12, 16\]"), ("densify", "tail_action='densify'")]
+)
+def test_a_run_resumed_without_the_monitor_goes_on_with_what_it_had_changed(tmp_path, action, message):
+    options = {
+        "max_steps": 6,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+        "tail_action": action,
+        "tail_threshold": 0.9,
+        "tail_share": 0.5,
+        "tail_min_tokens": 60,
+    }
+    whole = make(tmp_path / "whole", **options)
     whole.train()
-    moved = whole.rollout_engine.schedule.budgets
-    assert {decision.step for decision in whole.tail_monitor.controller.decisions} == {2}  # before the checkpoint
-    assert moved != SCHEDULE.budgets
-    resumed = make(tmp_path, tail_monitor=False, **options)
-    with pytest.warns(UserWarning, match="are kept. With tail_monitor=False nothing watches them") as warned:
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert resumed.rollout_engine.schedule.budgets == moved
-    assert any(f"{moved}" in str(one.message) and f"{SCHEDULE.budgets}" in str(one.message) for one in warned)
-    other = make(tmp_path, tail_monitor=False, sparse_schedule=SparsitySchedule((3,), page_size=4), **options)
-    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert other.rollout_engine.schedule.budgets == (3,)
+    schedule = whole.rollout_engine.schedule
+    assert schedule != SCHEDULE
+    for folder, step in ((tmp_path / "whole", 3), (tmp_path / "resumed", 5)):
+        resumed = make(tmp_path / "resumed", tail_monitor=False, **options)
+        with pytest.warns(UserWarning, match=message):
+            resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+        assert resumed.rollout_engine.schedule == schedule
+        if step == 3:  # the other checkpoint was saved without the monitor
+            assert resumed.rollouts == whole.rollouts[step:]
+    other = make(tmp_path / "other", sparse_schedule="fixed:3", tail_monitor=False, **options)
+    with pytest.warns(UserWarning, match="another sparse_schedule"):
+        other.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert other.rollout_engine.schedule == SparsitySchedule.fixed(3)
 
 
 def test_state_of_another_schedule_is_not_taken(tmp_path):

@@ -352,6 +352,15 @@ def test_temperature_that_is_not_positive_and_finite(model, temperature):
         engine_of(model).generate([PROMPT], config)
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_k", "min_length", "no_repeat_ngram_size"])
+@pytest.mark.parametrize("value", ["1", True])
+def test_numbers_that_are_none(model, name, value):
+    config = sampling(4)
+    setattr(config, name, value)
+    with pytest.raises(TypeError, match=f"{name}={value!r} is not a number"):
+        engine_of(model).generate([PROMPT], config)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_name_the_prompts(value):
     model = endless(num_hidden_layers=2)
