@@ -47,7 +47,7 @@ class OverheadArguments:
     budget: int = field(default=8, metadata={"help": "Scored pages of 16 tokens."})
     decode_steps: int = field(default=40, metadata={"help": "Decode steps with the LoRA, and as many without."})
     decode_batches: str = field(default="8,32", metadata={"help": "Sequences that decode, separated by commas."})
-    decode_context: int = field(default=1000, metadata={"help": "Tokens that each of them has."})
+    decode_context: int = field(default=300, metadata={"help": "Tokens that each of them has."})
     target_modules: str = field(
         default="all-linear", metadata={"help": "Layers of the LoRA in the updates, separated by commas."}
     )
