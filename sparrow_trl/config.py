@@ -93,7 +93,8 @@ class SparrowGRPOConfig(GRPOConfig):
         distill_alpha (`float`, *optional*):
             Its update is scaled by `distill_alpha / distill_rank`. If `None`, twice the rank.
         distill_target_modules (`list[str]`, *optional*):
-            Last parts of the names of the layers it adapts. If `None`, all linear layers but the head.
+            Last parts of the names of the layers it adapts, or `["all-linear"]` for all linear layers but the head. If
+            `None`, the linear layers inside the attention.
         distill_learning_rate (`float`, *optional*, defaults to `0.0005`):
             Learning rate of its own optimizer, an AdamW.
         distill_warmup_steps (`int`, *optional*, defaults to `5`):
@@ -272,8 +273,8 @@ class SparrowGRPOConfig(GRPOConfig):
     distill_target_modules: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Last parts of the names of the layers that the LoRA adapts. If `None`, all linear layers but the "
-            "head."
+            "help": "Last parts of the names of the layers that the LoRA adapts, or `all-linear` for all linear layers "
+            "but the head. If `None`, the linear layers inside the attention."
         },
     )
     distill_learning_rate: float = field(
@@ -506,7 +507,7 @@ class SparrowGRPOConfig(GRPOConfig):
                 f"{self.distill_kl!r}: only the log-probabilities of the sampled tokens are known already."
             )
         if self.distill_target_modules == []:
-            raise ValueError("distill_target_modules=[] names no layer; None takes all linear layers but the head.")
+            raise ValueError("distill_target_modules=[] names no layer; None takes those of the attention.")
 
     def _check_tail_options(self):
         boolean("tail_monitor", self.tail_monitor)

@@ -45,7 +45,7 @@ class DistillingTrainer(MonitoredTrainer):
             model,
             rank=args.distill_rank,
             alpha=args.distill_alpha,
-            target_modules=args.distill_target_modules or "all-linear",
+            target_modules=args.distill_target_modules or "attention",
             seed=args.seed,
         ).to(self.accelerator.device)
         loss = DistillLoss(

@@ -27,6 +27,7 @@ ADAPTER_FOLDER = "sparrow/adapter"
 """Where the adapter is stored in the folder of a checkpoint."""
 
 ALL_LINEAR = "all-linear"
+ATTENTION = "attention"
 
 _WEIGHTS_FILE = "adapter_model.safetensors"
 _CONFIG_FILE = "adapter_config.json"
@@ -56,8 +57,9 @@ class SparrowAdapter(nn.Module):
             Rank of the LoRA.
         alpha (`float`, *optional*):
             The update is scaled by `alpha / rank`. By default twice the rank.
-        target_modules (`str` or `list[str]`, *optional*, defaults to `"all-linear"`):
-            The layers to adapt, as in PEFT: `"all-linear"` (all linear layers but the head), the last parts of their
+        target_modules (`str` or `list[str]`, *optional*, defaults to `"attention"`):
+            The layers to adapt: `"attention"` (linear layers inside the attention), or as in PEFT: `"all-linear"` (all
+            linear layers but the head), the last parts of their
             names, or a regular expression for the whole name.
         seed (`int`, *optional*, defaults to `0`):
             Of the initial weights. The global random state is not touched.
@@ -72,7 +74,7 @@ class SparrowAdapter(nn.Module):
         model: PreTrainedModel,
         rank: int = 16,
         alpha: float | None = None,
-        target_modules: str | Sequence[str] = ALL_LINEAR,
+        target_modules: str | Sequence[str] = ATTENTION,
         seed: int = 0,
     ):
         super().__init__()
@@ -82,6 +84,8 @@ class SparrowAdapter(nn.Module):
             raise ValueError(f"alpha={alpha!r} must be above 0, and finite (see `distill_alpha`).")
         self.rank, self.alpha = rank, float(2 * rank if alpha is None else alpha)
         self.target_modules = target_modules if isinstance(target_modules, str) else list(target_modules)
+        if self.target_modules in ([ALL_LINEAR], [ATTENTION]):  # an option that is a list
+            (self.target_modules,) = self.target_modules
         self.base_name = model.config.name_or_path
         base = _base_of(model)
         layers = find_layers(base, self.target_modules)
@@ -164,7 +168,8 @@ class SparrowAdapter(nn.Module):
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": self._is_conv1d,
-            "target_modules": self.target_modules,
+            # PEFT does not know the word, and last parts of names may occur outside the attention too
+            "target_modules": self.names if self.target_modules == ATTENTION else self.target_modules,
             "inference_mode": True,
         }
         (folder / _CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -231,7 +236,10 @@ class SparrowAdapter(nn.Module):
         if config.get("peft_type") != "LORA" or extras:
             said = ", ".join([f"peft_type={config.get('peft_type')!r}", *(f"{n}={config[n]!r}" for n in extras)])
             raise ValueError(f"The adapter in {folder} is not a plain LoRA ({said}).")
-        adapter = cls(model, config["r"], config["lora_alpha"], config["target_modules"])
+        try:
+            adapter = cls(model, config["r"], config["lora_alpha"], config["target_modules"])
+        except ValueError as error:
+            raise ValueError(f"The adapter in {folder} does not fit the model. {error}") from error
         adapter.load_weights(folder)
         return adapter
 
@@ -257,13 +265,15 @@ def find_layers(model: PreTrainedModel, target_modules: str | Sequence[str]) -> 
                     "distill_sparse. Load it under another name."
                 )
         candidates[name] = module
-    if target_modules == ALL_LINEAR:
+    if target_modules in (ALL_LINEAR, ATTENTION):
         head = model.get_output_embeddings()
         found = {
             name: module
             for name, module in candidates.items()
             if module is not head and isinstance(getattr(module, "base_layer", module), (nn.Linear, Conv1D))
         }
+        if target_modules == ATTENTION:
+            found = {name: module for name, module in found.items() if _is_in_attention(model, name)}
     elif isinstance(target_modules, str):
         pattern = re.compile(target_modules)
         found = {name: module for name, module in candidates.items() if pattern.fullmatch(name)}
@@ -280,6 +290,13 @@ def find_layers(model: PreTrainedModel, target_modules: str | Sequence[str]) -> 
     if not found:
         raise _no_such_target(target_modules, candidates)
     return found
+
+
+def _is_in_attention(model: nn.Module, name: str) -> bool:
+    """Whether a module around it is called attention, as the classes of transformers are."""
+    parts = name.split(".")[:-1]
+    around = (model.get_submodule(".".join(parts[: end + 1])) for end in range(len(parts)))
+    return any("attention" in type(module).__name__.lower() for module in around)
 
 
 def _no_such_target(target: object, candidates: dict[str, nn.Module]) -> ValueError:

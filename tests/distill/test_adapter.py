@@ -150,7 +150,7 @@ def test_decode_equals_the_teacher_forced_forward(kind):
 
 def test_packed_layers_hold_the_update_unmerged():
     model = policy("plain")
-    adapter = randomise(SparrowAdapter(model))
+    adapter = randomise(SparrowAdapter(model, target_modules="all-linear"))
     layer = model.model.layers[0].mlp.down_proj
     inputs = torch.randn(1, 3, layer.in_features)
     update = adapter.updates[adapter.names.index("model.layers.0.mlp.down_proj")]
@@ -183,11 +183,36 @@ def test_other_architectures(model_type):
     assert (plain - model(input_ids=ids, use_cache=False).logits).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("llama", {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"}),
+        ("gpt2", {"attn.c_attn", "attn.c_proj"}),  # and not mlp.c_proj
+        ("opt", {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj"}),
+        ("qwen3_moe", {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"}),
+    ],
+)
+def test_layers_of_the_attention_by_default(model_type, expected):
+    model = tiny_model(model_type)
+    adapter = SparrowAdapter(model)
+    assert {".".join(name.split(".")[-2:]) for name in adapter.names} == expected
+    assert len(adapter.names) == len(expected) * model.config.num_hidden_layers
+
+
+def test_a_keyword_may_stand_in_a_list():
+    model = tiny_model("llama")
+    every = SparrowAdapter(model, target_modules="all-linear")
+    assert SparrowAdapter(model, target_modules=["all-linear"]).names == every.names
+    assert set(SparrowAdapter(model, target_modules=["attention"]).names) < set(every.names)
+
+
 # --- its format ---
 
 
 @pytest.mark.parametrize(
-    "targets", ["all-linear", ["q_proj", "v_proj"], r".*layers\.[13]\..*\.up_proj"], ids=["all", "list", "regex"]
+    "targets",
+    ["attention", "all-linear", ["q_proj", "v_proj"], r".*layers\.[13]\..*\.up_proj"],
+    ids=["attention", "all", "list", "regex"],
 )
 def test_peft_loads_what_is_saved(tmp_path, targets):
     model = policy("plain")
@@ -199,9 +224,10 @@ def test_peft_loads_what_is_saved(tmp_path, targets):
     torch.testing.assert_close(logits(loaded), expected)
 
 
-def test_conv1d_layers_are_loaded_by_peft(tmp_path):
+@pytest.mark.parametrize("targets", ["attention", ["c_attn"]], ids=["attention", "list"])
+def test_conv1d_layers_are_loaded_by_peft(tmp_path, targets):
     model = tiny_model("gpt2")
-    adapter = randomise(SparrowAdapter(model, rank=3, target_modules=["c_attn"]))
+    adapter = randomise(SparrowAdapter(model, rank=3, target_modules=targets))
     adapter.save_pretrained(tmp_path)
     with adapter.active():
         expected = logits(model)

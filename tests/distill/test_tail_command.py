@@ -63,8 +63,12 @@ def test_partial_results_of_another_dtype_are_not_taken(folder, tmp_path):
     assert len(list((tmp_path / "out" / "partial").iterdir())) == 2
 
 
-def test_adapter_that_does_not_fit(folder, tmp_path, capsys):
-    SparrowAdapter(tiny_model("gpt2")).save_pretrained(tmp_path / "adapter")
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [("all-linear", "adapts other layers than this one"), ("attention", "does not fit the model")],
+)
+def test_adapter_that_does_not_fit(folder, tmp_path, capsys, targets, said):
+    SparrowAdapter(tiny_model("gpt2"), target_modules=targets).save_pretrained(tmp_path / "adapter")
     argv = ["tail", str(folder), "--schedule", "fixed:2", "--adapter", str(tmp_path / "adapter"), *FLAGS]
     assert main(argv) == 2
-    assert "adapts other layers than this one" in " ".join(capsys.readouterr().err.split())
+    assert said in " ".join(capsys.readouterr().err.split())
