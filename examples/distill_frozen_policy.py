@@ -193,11 +193,10 @@ def run(model: PreTrainedModel, stream: list[int], options: Arguments, name: str
     held_out, training = pieces[: options.held_out], pieces[options.held_out :]
     engine = RolloutEngine(model, SparsitySchedule.fixed(options.budget), progress_bar=False)
     config = GenerationConfig(do_sample=True, temperature=1.0, max_new_tokens=options.completion_tokens)
-    targets = options.target_modules
     adapter = SparrowAdapter(
         model,
         options.rank,
-        target_modules=targets if targets == "all-linear" else targets.split(","),
+        target_modules=options.target_modules.split(","),
         seed=options.seed,
     )
     autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=options.bf16)

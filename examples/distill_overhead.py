@@ -35,9 +35,6 @@ from sparrow_trl.rollout.runner import ModelRunner
 from sparrow_trl.rollout.step import Piece
 
 
-ATTENTION = "q_proj,k_proj,v_proj,o_proj"
-
-
 @dataclass
 class OverheadArguments:
     steps: int = field(default=5, metadata={"help": "Training steps; the first is not counted."})
@@ -82,10 +79,6 @@ def timed(method, seconds):
     return call
 
 
-def targets(names: str) -> str | list[str]:
-    return names if names == "all-linear" else names.split(",")
-
-
 def decoder(model: PreTrainedModel, prompts: list[list[int]], schedule: SparsitySchedule, dtype: torch.dtype):
     """A function that decodes one token after each prompt, always the same one."""
     page_size, length = schedule.page_size, len(prompts[0])
@@ -108,7 +101,7 @@ def decode_seconds(
     """Seconds of decode steps with the LoRA and without, in turns."""
     schedule = SparsitySchedule.fixed(arguments.budget)
     twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    adapter = SparrowAdapter(twin, arguments.rank, target_modules=targets(names))
+    adapter = SparrowAdapter(twin, arguments.rank, target_modules=names.split(","))
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with ExitStack() as stack:
         stack.enter_context(torch.autocast("cpu", dtype, enabled=dtype is not torch.float32))
@@ -140,7 +133,7 @@ def main() -> None:
                 sparse_schedule=f"fixed:{arguments.budget}",
                 distill_sparse=True,
                 distill_rank=arguments.rank,
-                distill_target_modules=targets(arguments.target_modules),
+                distill_target_modules=arguments.target_modules.split(","),
                 tail_monitor=False,
                 per_device_train_batch_size=arguments.batch_size,
                 gradient_accumulation_steps=1,
@@ -166,9 +159,8 @@ def main() -> None:
     for batch in map(int, arguments.decode_batches.split(",")):
         prompts = cut(stream, batch, arguments.decode_context)
         for dtype in (torch.float32, torch.bfloat16):
-            for names in (ATTENTION, "all-linear"):
-                layers = "attention's projections" if names == ATTENTION else "all linear layers"
-                label = f"decode step of {batch}, {str(dtype).removeprefix('torch.')}, {layers}"
+            for names in ("attention", "all-linear"):
+                label = f"decode step of {batch}, {str(dtype).removeprefix('torch.')}, {names}"
                 rows.append((label, *decode_seconds(model, prompts, dtype, names, arguments)))
     console = Console()
     console.print(f"{MODEL_NAME}, {arguments}, {torch.get_num_threads()} threads")

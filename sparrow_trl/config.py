@@ -14,7 +14,7 @@ from .processes import warn
 from .rollout.backend import BACKENDS
 from .rollout.sampler import NUMBERS, Sampler
 from .sparsity import DEFAULT_TARGET, SparsitySchedule, is_hub_repo
-from .validation import boolean, fraction, integer, number
+from .validation import boolean, fraction, integer, is_number, number
 
 
 _BATCH_SIZES = (
@@ -486,7 +486,7 @@ class SparrowGRPOConfig(GRPOConfig):
         if self.distill_tokens is not None:
             self.distill_tokens = integer("distill_tokens", self.distill_tokens, low=1)
         alpha = self.distill_alpha
-        if alpha is not None and (not _is_number(alpha) or not 0 < alpha < float("inf")):
+        if alpha is not None and (not is_number(alpha) or not 0 < alpha < float("inf")):
             raise ValueError(f"distill_alpha={alpha!r} is not a finite number above 0; None is twice the rank.")
         for name in (
             "distill_learning_rate",
@@ -496,7 +496,7 @@ class SparrowGRPOConfig(GRPOConfig):
             "distill_ppo_coef",
         ):
             value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < float("inf"):
+            if not is_number(value) or not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value!r} is not a finite number of at least 0.")
         for name, choices in (("distill_kl", KL_ESTIMATORS), ("distill_kl_direction", KL_DIRECTIONS)):
             if getattr(self, name) not in choices:
@@ -517,7 +517,7 @@ class SparrowGRPOConfig(GRPOConfig):
         self.tail_share = fraction("tail_share", self.tail_share)
         for name in ("tail_threshold", "tail_confidence"):
             value = getattr(self, name)
-            if value is not None and (not _is_number(value) or not 0 < value < 1):
+            if value is not None and (not is_number(value) or not 0 < value < 1):
                 raise ValueError(f"{name}={value!r} is not a number in (0, 1).")
         for name, low in (
             ("tail_every", 1),
@@ -623,10 +623,6 @@ class SparrowGRPOConfig(GRPOConfig):
 
 def _divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_json(text: str) -> None:

@@ -62,5 +62,4 @@ class UpdatedForward:
         out = self.plain(inputs, *args, **kwargs)
         if self.update.suspended:
             return out
-        update = self.update(inputs).to(out.dtype)
-        return out + update if torch.is_grad_enabled() else update.add_(out)  # which nobody else holds
+        return out + self.update(inputs).to(out.dtype)

@@ -35,7 +35,7 @@ def fraction(name: str, value: Any) -> float:
         `TypeError`: it is no number.
         `ValueError`: it is not in (0, 1].
     """
-    if not _is_number(value):
+    if not is_number(value):
         raise TypeError(f"{name}={value!r} is not a number; give one in (0, 1].")
     if not 0 < value <= 1:
         raise ValueError(f"{name}={value} is not in (0, 1].")
@@ -47,7 +47,7 @@ def number(name: str, value: Any, or_none: bool = False) -> None:
     Raises:
         `TypeError`: `value` is no number (a text or a bool is none), nor None, with `or_none`.
     """
-    if not _is_number(value) and not (or_none and value is None):
+    if not is_number(value) and not (or_none and value is None):
         raise TypeError(f"{name}={value!r} is not a number{' or None' if or_none else ''}.")
 
 
@@ -60,5 +60,6 @@ def boolean(name: str, value: Any, or_none: bool = False) -> None:
         raise TypeError(f"{name}={value!r} is not True or False{' or None' if or_none else ''}.")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number, of Python or of a library; a text or a bool is none."""
     return not isinstance(value, (bool, str)) and hasattr(value, "__float__")

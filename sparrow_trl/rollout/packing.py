@@ -90,7 +90,8 @@ class _PackedForward:
         if self.group is None:
             self.group = self.groups.join(self, rows)
             # Autocast would keep the weight that it casts, which may be needed this once
-            with torch.autocast("cpu", self.dtype, cache_enabled=False) if few and _casts() else nullcontext():
+            casts = torch.is_autocast_enabled("cpu")
+            with torch.autocast("cpu", self.dtype, cache_enabled=False) if few and casts else nullcontext():
                 return self.unpacked(rows)
         if not few or (self.update is not None and self.update.suspended):
             return self.unpacked(rows)
@@ -106,7 +107,7 @@ class _Groups:
     def join(self, forward: _PackedForward, rows: torch.Tensor) -> _Group:
         """The group of a layer whose first input is `rows`."""
         alive, group = self._by_input.get(id(rows), (None, None))
-        known = group is not None and alive is not None and alive() is rows  # or another tensor had the same id
+        known = alive is not None and alive() is rows  # or another tensor had the same id
         if group is None or not known or group.is_packed or _version(rows) is None:
             group = _Group(forward.dtype)
             self._by_input[id(rows)] = weakref.ref(rows), group
@@ -183,10 +184,6 @@ class _Group:
             self.a = a.T.contiguous() if self.dtype is torch.float32 else _reorder(a)
         self.weight = _reorder(weight)
         return self.weight
-
-
-def _casts() -> bool:
-    return torch.is_autocast_enabled("cpu")
 
 
 def _version(tensor: torch.Tensor) -> int | None:
