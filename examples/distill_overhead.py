@@ -156,6 +156,7 @@ def main() -> None:
             trainer.train()
     rows = [("update, processor seconds", lora[1:], policy[1:])]
     stream = token_stream(tokenizer)
+    model, _ = load_smollm2()  # the trainer has wrapped the other's forward, which a copy would share
     for batch in map(int, arguments.decode_batches.split(",")):
         prompts = cut(stream, batch, arguments.decode_context)
         for dtype in (torch.float32, torch.bfloat16):
